@@ -1,4 +1,4 @@
-"""Variables of TensorFlow and Keras as plain arrays: on every back end they can ``numpy`` and ``assign``."""
+"""Functions for variables of TensorFlow and Keras, which have ``numpy`` and ``assign`` on all back ends."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.frameworks.arrays import Array, check_fits, from_blob, to_blob, unique_names
+from horovod_train.collectives.base import Communicator
+from horovod_train.frameworks.arrays import (
+    Array,
+    check_fits,
+    check_same_layout,
+    from_blob,
+    from_rank_0,
+    to_blob,
+    unique_names,
+)
 from horovod_train.frameworks.randomness import mix
 
 
 class Variable(Protocol):
-    """What these functions need of a variable."""
+    """A variable."""
 
     def numpy(self) -> Array:
         """Return the value."""
@@ -25,45 +34,53 @@ class Variable(Protocol):
 
 
 def named(variables: Iterable[Any]) -> dict[str, Any]:
-    """Return variables by name: by their path in the model where they have one."""
+    """Return variables by name; the name is the path in the model, if the variable has one."""
     found = list(variables)
     return dict(zip(unique_names([getattr(v, "path", v.name) for v in found]), found, strict=True))
 
 
-def arrays_of(variables: Mapping[str, Variable]) -> dict[str, Array]:
-    """Return the values of variables."""
-    return {name: variable.numpy() for name, variable in variables.items()}
-
-
 def blobs_of(variables: Mapping[str, Variable]) -> dict[str, ArrayBlob]:
-    """Return the values of variables as bytes; the copies stay when the variables change."""
+    """Return copies of the values of variables, as bytes."""
     return {name: to_blob(variable.numpy().copy()) for name, variable in variables.items()}
 
 
 def load_blobs(variables: Mapping[str, Variable], blobs: Mapping[str, ArrayBlob], what: str) -> None:
-    """Overwrite variables with the values of the same names.
+    """Assign the values of the same names to variables.
 
     Raises:
-        CheckpointError: Names or shapes differ; nothing was changed then.
+        CheckpointError: Names or shapes differ; no variable has changed.
     """
     check_fits({name: tuple(variable.numpy().shape) for name, variable in variables.items()}, blobs, what)
     for name, variable in variables.items():
         variable.assign(from_blob(blobs[name]))
 
 
+def broadcast(world: Communicator, variables: Mapping[str, Variable]) -> None:
+    """Assign rank 0's values to the variables of all ranks.
+
+    Raises:
+        UserError: Ranks have different variables.
+    """
+    if world.size == 1:
+        return
+    check_same_layout(world, {name: variable.numpy() for name, variable in variables.items()})
+    for variable in variables.values():
+        variable.assign(from_rank_0(world, variable.numpy()))
+
+
 def seed_states(model: Any) -> list[Any]:
-    """Return the states of a Keras model's random generators: a rank's own, unlike weights."""
+    """Return the state variables of a Keras model's random generators, which differ between ranks."""
     weights = {id(variable) for variable in model.weights} if hasattr(model, "weights") else None
     return [] if weights is None else [v for v in model.variables if id(v) not in weights]
 
 
 def shared_state(model: Any) -> list[Any]:
-    """Return what has to be equal on all ranks: weights and statistics."""
+    """Return the variables that must be equal on all ranks: weights and running statistics."""
     return list(model.weights if hasattr(model, "weights") else model.variables)
 
 
 def running_statistics(layers: Sequence[Any]) -> list[Any]:
-    """Return the running means and variances of batch normalization, which ranks update by themselves."""
+    """Return the running means and variances of batch normalization, which each rank updates on its own."""
     return [
         variable
         for layer in layers
@@ -74,7 +91,7 @@ def running_statistics(layers: Sequence[Any]) -> list[Any]:
 
 
 def seed(states: Sequence[Any], seed: int) -> None:
-    """Give each random generator of a model its own state, from one number."""
+    """Seed each random generator of a model differently, derived from one seed."""
     for place, variable in enumerate(states):
         old = variable.numpy()
         numbers = [mix(seed % 2**32, place, part) % 2**31 for part in range(old.size)]

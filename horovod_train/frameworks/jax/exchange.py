@@ -1,17 +1,15 @@
-"""Sum arrays over ranks from compiled JAX code.
+"""Sums of arrays over ranks in compiled JAX code.
 
-On a CPU Horovod sums where XLA's arrays lie. Bytes copied on the host for each byte of gradient: none
-where a gradient is large enough to travel alone, one where it joins a bucket (inside the compiled
-function); and what the transport itself needs. On other devices a callback takes the gradients to the
-host and back.
+On a CPU, Horovod sums in the memory of XLA's buffers. For each byte of gradient, the host copies one byte
+if the gradient is packed into a bucket (in the compiled function), and none if the gradient is sent alone.
+On other devices, a callback copies gradients to the host and back.
 
-In the order of the program, because every rank has to call Horovod in the same order, and because
-nothing may decide that two sums are one.
+Callbacks are ordered, because all ranks must call Horovod in the same order; XLA must not merge two of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -23,95 +21,68 @@ import numpy as np
 import torch
 from jax.experimental import io_callback
 
-from horovod_train.collectives.base import Communicator
+from horovod_train.frameworks import exchange
 from horovod_train.frameworks.arrays import Array
-from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.jax.in_place import in_place, shapes_of
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, with_tensors
 
-NARROW = (jnp.bfloat16, jnp.float16)  # summed in 32 bits: Horovod knows no bfloat16, and fp16 overflows
+NARROW = (jnp.bfloat16, jnp.float16)  # summed in float32: Horovod has no bfloat16, and fp16 overflows
 
 
 @dataclass
-class Exchange:
-    """Sums lists of arrays over ranks.
-
-    Args:
-        world: The ranks.
-        bucket_size_bytes: About how much travels in one piece.
-        wire_dtype: Type of 32-bit arrays on the way: float32 or float16.
+class Exchange(exchange.Exchange):
+    """Sums lists of JAX arrays over ranks, with or without ``jax.jit``.
 
     Attributes:
-        seconds: Time spent in Horovod, so far.
-        error: What ended the last exchange; JAX passes on its text only.
+        error: Exception of the last exchange; JAX reports only its text.
     """
 
-    world: Communicator
-    bucket_size_bytes: int = 8 * 2**20
-    wire_dtype: Any = jnp.float32
-    seconds: float = field(default=0.0, init=False)
     error: Exception | None = field(default=None, init=False)
     _ranks: TensorCollectives = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ranks = with_tensors(self.world)  # once: it takes long compared with a step
+        self._ranks = with_tensors(self.world)  # once: slow compared with a step
 
-    def sum(self, arrays: Sequence[jax.Array], name: str = "gradients") -> list[jax.Array]:
-        """Return the elementwise sums over ranks, in the types and shapes of the arrays.
+    def kind(self, array: jax.Array) -> np.dtype[Any]:
+        """Return the wire dtype."""
+        if array.dtype in NARROW:
+            return np.dtype(np.float32)
+        return np.dtype((self.wire_dtype or jnp.float32) if array.dtype == jnp.float32 else array.dtype)
 
-        Every rank calls it with arrays of the same shapes in the same order; under ``jit`` or not.
-        """
-        if self.world.size == 1:
-            return list(arrays)
-        kinds = [self._type_on_wire(array.dtype) for array in arrays]
-        plan = plan_buckets(
-            kinds, [a.size * k.itemsize for a, k in zip(arrays, kinds, strict=True)], self.bucket_size_bytes
-        )
-        buckets = [
-            jnp.concatenate([arrays[place].astype(kinds[place]).ravel() for place in places])
-            if len(places) > 1
-            else arrays[places[0]].astype(kinds[places[0]])
-            for places in plan
-        ]
-        totals = jax.lax.platform_dependent(
+    def size_on_wire_bytes(self, array: jax.Array) -> int:
+        """Return the size of an array in its wire dtype."""
+        return int(array.size) * self.kind(array).itemsize
+
+    def pack(self, arrays: Sequence[jax.Array], kind: np.dtype[Any]) -> jax.Array:
+        """Return one array in the wire dtype with the elements of all arrays; flat, if there are several."""
+        typed = [array.astype(kind) for array in arrays]
+        return jnp.concatenate([array.ravel() for array in typed]) if len(typed) > 1 else typed[0]
+
+    def reduce(self, buckets: Iterable[jax.Array], names: Iterable[str]) -> Sequence[jax.Array]:
+        """Return the sum of each bucket over ranks."""
+        add = partial(self._sum, list(names))
+        result: Sequence[jax.Array] = jax.lax.platform_dependent(
             *buckets,
-            cpu=lambda *buckets: in_place(partial(self._sum, name), buckets),
+            cpu=lambda *buckets: in_place(add, buckets),
             default=lambda *buckets: io_callback(
-                partial(self._sum_copies, name), shapes_of(buckets), *buckets, ordered=True
+                partial(_on_copies, add), shapes_of(buckets), *buckets, ordered=True
             ),
         )
-        sums: dict[int, jax.Array] = {}
-        for places, total in zip(plan, totals, strict=True):
-            at = 0
-            for place in places:
-                array = arrays[place]
-                piece = total.ravel()[at : at + array.size] if len(places) > 1 else total
-                sums[place] = piece.reshape(array.shape).astype(array.dtype)
-                at += array.size
-        return [sums[place] for place in range(len(arrays))]
+        return result
 
-    def mean(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the elementwise means over ranks; otherwise as ``sum``."""
-        return [total / self.world.size for total in self.sum(arrays)]
+    def unpack(self, total: jax.Array, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the parts of a summed bucket in the types and shapes of its arrays."""
+        ends = np.cumsum([array.size for array in arrays])[:-1]
+        parts = jnp.split(total.ravel(), ends) if len(arrays) > 1 else [total]
+        return [part.reshape(a.shape).astype(a.dtype) for part, a in zip(parts, arrays, strict=True)]
 
-    def bytes_on_wire(self, arrays: Sequence[jax.Array]) -> int:
-        """Return how many bytes a rank gives away when such arrays are summed."""
-        if self.world.size == 1:
-            return 0
-        return sum(int(array.size) * int(self._type_on_wire(array.dtype).itemsize) for array in arrays)
-
-    def _type_on_wire(self, dtype: Any) -> np.dtype[Any]:
-        if dtype in NARROW:
-            return np.dtype(np.float32)
-        return np.dtype(self.wire_dtype if dtype == jnp.float32 else dtype)
-
-    def _sum(self, name: str, buckets: Sequence[Array]) -> None:
-        """Give all buckets to Horovod at once, and wait until the sums have taken their places."""
+    def _sum(self, names: Sequence[str], buckets: Sequence[Array]) -> None:
+        """Start the all-reduce of all buckets, in place, and wait for them."""
         started = perf_counter()
         try:
             handles = [
-                self._ranks.start_allreduce(torch.from_numpy(bucket), f"horovod_train.{name}.{number}")
-                for number, bucket in enumerate(buckets)
+                self._ranks.start_allreduce(torch.from_numpy(bucket), name)
+                for bucket, name in zip(buckets, names, strict=True)
             ]
             for handle in handles:
                 self._ranks.wait(handle)
@@ -121,7 +92,9 @@ class Exchange:
         finally:
             self.seconds += perf_counter() - started
 
-    def _sum_copies(self, name: str, *buckets: Any) -> list[Array]:
-        sums = [np.array(bucket) for bucket in buckets]
-        self._sum(name, sums)
-        return sums
+
+def _on_copies(function: Any, *buckets: Any) -> list[Array]:
+    """Return copies of arrays after a function changed them in place."""
+    copies = [np.array(bucket) for bucket in buckets]
+    function(copies)
+    return copies

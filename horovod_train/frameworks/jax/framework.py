@@ -1,4 +1,4 @@
-"""Makes everything that a job needs of JAX."""
+"""The framework JAX: replica, readers and random state of a job."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class JaxFramework:
         self._keys: Keys | None = None
 
     def connect(self, job: Job) -> Communicator:
-        """Join the ranks this process was started with; a world of one when there are none."""
+        """Initialize Horovod, and return the communicator; of one rank, if this process was started alone."""
         if job.launch.threads_per_rank is not None:
-            # The callback holds one thread while it waits for other ranks.
+            # The callback blocks one thread while it waits for other ranks.
             os.environ.setdefault("NPROC", str(max(2, job.launch.threads_per_rank)))
         if job.train.deterministic:
             be_deterministic()
@@ -70,12 +70,12 @@ class JaxFramework:
         return replica, train_reader, read(eval_data()) if eval_data else None
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
-        """Return the state of Python's and NumPy's generators, and the rank's key."""
+        """Return the state of the generators of Python and NumPy, and the rank's key."""
         assert self._keys is not None
         return rng_state({"jax": np.array(self._keys.state)})
 
     def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
-        """Take over the state of all random generators."""
+        """Load the state of all random generators."""
         assert self._keys is not None
         self._keys.state = jax.numpy.asarray(load_rng_state(tree, arrays)["jax"])
 
@@ -89,18 +89,18 @@ class JaxFramework:
 
 
 def be_deterministic() -> None:
-    """Let XLA use deterministic operations on GPUs, as it does on CPUs; before JAX is first used."""
+    """Make XLA use deterministic operations on GPUs, as on CPUs. Call this before JAX is used."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
 
 
 def choose_device(job: Job, world: Communicator) -> None:
-    """Make the rank's own GPU the default device, or the CPU.
+    """Set JAX's default device to the rank's GPU, or to the CPU.
 
     Raises:
-        UserError: A GPU is required, and this rank has none.
+        UserError: The job requires a GPU, and this rank has none.
     """
-    # JAX takes three quarters of each GPU that it sees, at once: of those of other ranks, too.
+    # JAX preallocates three quarters of the memory of all visible GPUs, including those of other ranks.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     gpus = [device for device in jax.devices() if device.platform == "gpu"]
     own = own_gpu(job, world, len(gpus))

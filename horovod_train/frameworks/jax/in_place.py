@@ -1,8 +1,8 @@
-"""Let Python change the arrays of compiled JAX code where they lie, on a CPU: no byte is copied.
+"""Python callbacks that change the buffers of compiled JAX code in place, on a CPU.
 
-JAX's own callbacks copy each argument twice on its way in and each result twice on its way out. XLA's
-C interface for custom calls (``xla/ffi/api/c_api.h`` of jaxlib, version 0.x) hands out addresses
-instead. The structures of it that are needed are mirrored here for ctypes.
+JAX's callbacks copy each argument and each result twice. XLA's C interface for custom calls
+(``xla/ffi/api/c_api.h`` of jaxlib, version 0.x) passes addresses instead. This module declares its structures
+for ctypes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jax.experimental import io_callback
 from horovod_train.frameworks.arrays import Array
 
 TARGET = "horovod_train_in_place"
-METADATA = 1  # the extension by which XLA asks a handler for its version
-INTERNAL = 13  # an error code
+METADATA = 1  # extension by which XLA requests the version of a handler
+INTERNAL = 13  # error code
 DTYPES = {10: np.float16, 11: np.float32, 12: np.float64}
 
 
@@ -76,7 +76,7 @@ class Buffer(Structure):
 
 
 class Buffers(Structure):
-    """XLA_FFI_Args and XLA_FFI_Rets, which look alike."""
+    """XLA_FFI_Args and XLA_FFI_Rets, which have equal layouts."""
 
     _fields_ = [
         ("size", c_size_t),
@@ -107,14 +107,13 @@ def shapes_of(arrays: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
 
 
 def in_place(function: Callable[[list[Array]], None], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return arrays as a function leaves them, for compiled code on a CPU.
+    """Return arrays after a function changed them in place, in compiled code on a CPU.
 
-    Calls are made in the order of the program, like those of ``io_callback(ordered=True)``.
+    Calls run in program order, like those of ``io_callback(ordered=True)``.
 
     Args:
-        function: Gets the arrays to change, of the same shapes and types. What it raises ends the
-            program with its text.
-        arrays: Of floating-point types, at least one.
+        function: Receives writable arrays of the same shapes and types. Its exceptions end the program.
+        arrays: At least one array; of floating-point types.
     """
     _register()
     shapes = shapes_of(arrays)
@@ -124,7 +123,7 @@ def in_place(function: Callable[[list[Array]], None], arrays: Sequence[jax.Array
         has_side_effect=True,
         input_output_aliases={place + 1: place for place in range(len(shapes))},
     )
-    # Custom calls are not ordered: this one runs between two callbacks, which are.
+    # XLA does not order custom calls: data dependencies put this one between two ordered callbacks.
     ticket = io_callback(partial(_announce, function), jax.ShapeDtypeStruct((), np.int32), ordered=True)
     changed = call(ticket, *arrays)
     io_callback(_conclude, None, changed[0].ravel()[:1], ordered=True)
@@ -136,14 +135,14 @@ _tickets = count()
 
 
 def _announce(function: Callable[[list[Array]], None]) -> Array:
-    """Say which function the next call is for; the ticket travels to it through the program."""
+    """Register the function of the next call; the returned ticket is an argument of that call."""
     ticket = next(_tickets) % 2**31
     _announced[ticket] = function
     return np.array(ticket, np.int32)
 
 
 def _conclude(_: object) -> None:
-    """Do nothing: what comes after this callback comes after the call whose result it reads."""
+    """Do nothing: this callback orders what follows after the call whose result it reads."""
 
 
 @cache
@@ -153,13 +152,13 @@ def _register() -> None:
 
 @CFUNCTYPE(c_void_p, POINTER(CallFrame))
 def _handle(pointer: Any) -> int | None:
-    """Be called by XLA; return an error of XLA's or None."""
+    """Handle a custom call of XLA; return a pointer to an error of XLA, or None."""
     frame = pointer.contents
     if frame.extension and frame.extension.contents.kind == METADATA:
-        # All versions 0.x begin alike, and no more than the beginning is used.
+        # The fields that are used are equal in all versions 0.x.
         metadata = Metadata.from_address(frame.extension.contents.metadata)
-        spoken = frame.api.contents.version
-        metadata.version.major, metadata.version.minor = 0, spoken.minor
+        used = frame.api.contents.version
+        metadata.version.major, metadata.version.minor = 0, used.minor
         return None
     try:
         ticket, *given = (frame.arguments.buffers[i].contents for i in range(frame.arguments.count))
@@ -168,7 +167,7 @@ def _handle(pointer: Any) -> int | None:
             if source.data != target.data:
                 ctypes.memmove(target.data, source.data, _view(target).nbytes)
         _announced.pop(c_int32.from_address(ticket.data).value)([_view(result) for result in results])
-    except BaseException as error:  # noqa: BLE001  (nothing else would pass it on)
+    except BaseException as error:  # noqa: BLE001  (an exception cannot cross ctypes)
         text = f"{type(error).__name__}: {error}".encode()
         arguments = ErrorArguments(ctypes.sizeof(ErrorArguments), None, text, INTERNAL)
         code: int = frame.api.contents.create_error(arguments)
@@ -177,10 +176,10 @@ def _handle(pointer: Any) -> int | None:
 
 
 def _view(buffer: Buffer) -> Array:
-    """Return a buffer's memory as an array."""
+    """Return an array that shares memory with a buffer."""
     shape = tuple(buffer.dims[: buffer.rank])
     dtype = np.dtype(DTYPES[buffer.dtype])
     if 0 in shape:
-        return np.empty(shape, dtype)  # there may be no memory then
+        return np.empty(shape, dtype)  # the address may be null
     memory = (ctypes.c_char * (int(np.prod(shape)) * dtype.itemsize)).from_address(buffer.data)
     return np.frombuffer(memoryview(memory).cast("B"), dtype).reshape(shape)

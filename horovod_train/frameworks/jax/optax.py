@@ -1,4 +1,6 @@
-"""For users of JAX and optax with their own training loop.
+"""Gradients averaged over ranks, for JAX training loops with optax; with or without ``jax.jit``.
+
+Example::
 
     import optax
     from horovod_train.frameworks.jax.optax import average_over_ranks, init
@@ -6,8 +8,8 @@
     ranks = init()
     optimizer = optax.chain(average_over_ranks(ranks), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 
-Works under ``jax.jit``. Put it first: what follows then sees the gradient of the global batch, so
-every rank clips and updates alike.
+Put ``average_over_ranks`` first in the chain: then all ranks clip and update with the gradient of the global
+batch.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 
 Tree = TypeVar("Tree")
-"""A tree of arrays, as JAX knows them."""
+"""A pytree of arrays."""
 
 
 def init() -> Communicator:
-    """Join the ranks this process was started with; a world of one when there are none.
+    """Initialize Horovod, and return the communicator; of one rank, if this process was started alone.
 
     Raises:
-        EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
+        EngineError: The process is one of several ranks, and Horovod is missing or cannot start.
     """
     return join(TorchCommunicator)
 
@@ -39,12 +41,12 @@ def init() -> Communicator:
 def average_over_ranks(
     world: Communicator, *, bucket_size_mib: float = 8.0, wire_dtype: Any = "float32"
 ) -> optax.GradientTransformation:
-    """Return a transformation that replaces gradients by their mean over ranks.
+    """Return a transformation that averages gradients over ranks.
 
     Args:
-        world: From ``init()``.
-        bucket_size_mib: Gradients travel in pieces of about this size.
-        wire_dtype: Type of 32-bit gradients on the way: float32 or float16.
+        world: The communicator.
+        bucket_size_mib: Approximate size of a bucket of gradients.
+        wire_dtype: Data type in which float32 gradients are sent: float32 or float16.
     """
     exchange = Exchange(world, int(bucket_size_mib * 2**20), wire_dtype)
 
@@ -58,10 +60,10 @@ def average_over_ranks(
 
 
 def broadcast(world: Communicator, tree: Tree) -> Tree:
-    """Return rank 0's arrays on every rank: call it on parameters before the first step.
+    """Return rank 0's arrays. Call this with the parameters before the first step. Collective.
 
     Raises:
-        UserError: Ranks hold different trees.
+        UserError: Ranks have different pytrees.
     """
     if world.size == 1:
         return tree

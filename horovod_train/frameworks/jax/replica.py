@@ -1,4 +1,4 @@
-"""The training step: forward, backward and the sum over ranks in one compiled function, then the update."""
+"""The training step: a compiled function for both passes and the sum over ranks, and one for the update."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WIRE_DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16}
 
 
 class Keys:
-    """A rank's random keys: each is used once."""
+    """The random keys of a rank."""
 
     def __init__(self) -> None:
         self.state = jax.random.PRNGKey(0)
@@ -44,18 +44,18 @@ class Keys:
 
 
 class JaxReplica(IdenticalReplica):
-    """The parameters and the optimizer's state of one rank.
+    """The parameters and the optimizer state of one rank.
 
     Args:
-        params: Tree of arrays.
-        optimizer: Made with ``optax.inject_hyperparams``: its learning rate is a value.
-        world: The ranks.
-        job: Says how to train.
-        task: Gives loss and metrics.
+        params: Pytree of arrays.
+        optimizer: Created with ``optax.inject_hyperparams``: its state contains the learning rate.
+        world: The communicator.
+        job: The job description.
+        task: Provides loss and metrics.
         keys: Random keys for the loss.
 
     Raises:
-        UserError: There is nothing to train.
+        UserError: The model has no parameters.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class JaxReplica(IdenticalReplica):
     # -- the step
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
-        """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
+        """Perform one optimizer step with this rank's micro-batches. Collective."""
         clock = StepClock()
         gradients, loss = self._zeros, jnp.zeros(())
         for place, (micro_batch, batch) in enumerate(step):
@@ -127,7 +127,7 @@ class JaxReplica(IdenticalReplica):
         )
 
     def _loss(self, params: optax.Params, batch: object, key: jax.Array | None) -> jax.Array:
-        """Return the loss in the job's precision; gradients come in the parameters' own."""
+        """Return the loss, computed in the precision of the job."""
         dtype = COMPUTE_DTYPES.get(self._train.precision)
         if dtype is not None:
             params, batch = cast_floats(params, dtype), cast_floats(batch, dtype)
@@ -145,7 +145,7 @@ class JaxReplica(IdenticalReplica):
         share: jax.Array,
         scale: jax.Array,
     ) -> tuple[optax.Updates, jax.Array]:
-        """Add the gradient of one micro-batch's share x loss x scale, and its share x loss."""
+        """Add the gradient of share x loss x scale, and share x loss, of a micro-batch."""
 
         def weighted(params: optax.Params) -> tuple[jax.Array, jax.Array]:
             mine = self._loss(params, batch, key) * share
@@ -157,13 +157,13 @@ class JaxReplica(IdenticalReplica):
     def _reduce_gradients(
         self, params: optax.Params, gradients: optax.Updates, loss: jax.Array, *rest: object
     ) -> tuple[object, ...]:
-        """Add the last micro-batch's and sum over ranks."""
+        """Add gradient and loss of the last micro-batch, and sum over ranks."""
         return self._sum(*self._add_gradients(params, gradients, loss, *rest))
 
     def _sum(
         self, gradients: optax.Updates, loss: jax.Array
     ) -> tuple[optax.Updates, tuple[jax.Array, jax.Array]]:
-        """Sum gradients and loss over ranks; return this rank's loss and that of all ranks."""
+        """Return the gradients summed over ranks, and the losses of this rank and of all ranks."""
         leaves, tree = jax.tree.flatten(gradients)
         *sums, whole_loss = self._exchange.sum([*leaves, loss])
         return jax.tree.unflatten(tree, sums), (loss, whole_loss)
@@ -171,9 +171,9 @@ class JaxReplica(IdenticalReplica):
     def _finish(
         self, gradients: optax.Updates, loss: float, lr: float, *, want_norm: bool
     ) -> tuple[float | None, bool]:
-        """Unscale, clip and update. Return the gradient norm and whether all was finite.
+        """Unscale, clip and update. Return the gradient norm, and whether loss and norm are finite.
 
-        Gradients are equal on all ranks here, so every rank decides alike without asking.
+        Gradients are equal on all ranks here: all ranks make the same decision.
         """
         if not math.isfinite(loss):
             return None, False
@@ -197,7 +197,7 @@ class JaxReplica(IdenticalReplica):
         *,
         looks: bool,
     ) -> tuple[optax.Params, optax.OptState, jax.Array]:
-        """Update. With ``looks``, take the norm, clip, and leave all alone if it is not finite."""
+        """Update. With ``looks``, compute the norm, and change nothing if it is not finite."""
         state.hyperparams["learning_rate"] = lr
         norm = jnp.zeros(())
         if self.scale.is_enabled:
@@ -215,7 +215,7 @@ class JaxReplica(IdenticalReplica):
         return new_params, new_state, norm
 
     def _call(self, work: Callable[..., Out], *arguments: object) -> Out:
-        """Call compiled code that talks to other ranks; a failure there becomes an error of ours.
+        """Call compiled code that contains an exchange, and raise the exception of the exchange.
 
         Raises:
             PeerError: Another rank was lost.
@@ -232,10 +232,10 @@ class JaxReplica(IdenticalReplica):
         seconds, self._exchange.seconds = self._exchange.seconds, 0.0
         return seconds
 
-    # -- everything else
+    # -- other methods
 
     def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
-        """Return (sum, count) of each metric over this rank's batches."""
+        """Return (sum, number of samples) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
         for num_samples, batch in batches:
             for name, value in self._metrics(self.params, batch).items():
@@ -247,18 +247,18 @@ class JaxReplica(IdenticalReplica):
         return {"loss": self._loss(params, batch, None)} if compute is None else compute(params, batch)
 
     def sync_buffers(self) -> None:
-        """Do nothing: parameters are all there is."""
+        """Do nothing: the model has no buffers."""
 
     def broadcast(self) -> None:
-        """Take over rank 0's parameters."""
+        """Broadcast parameters from rank 0."""
         self.params = broadcast(self._world, self.params)
 
     def is_finite(self) -> bool:
-        """Return whether all parameters are finite numbers."""
+        """Return whether all parameters are finite."""
         return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(self.params))
 
     def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state; later steps do not change it."""
+        """Return a copy of the state."""
         return ReplicaState(
             model=blobs_of(self.params),
             optimizer=blobs_of(self._state),
@@ -267,10 +267,10 @@ class JaxReplica(IdenticalReplica):
         )
 
     def load_state(self, state: ReplicaState) -> None:
-        """Take over a state.
+        """Load a state.
 
         Raises:
-            CheckpointError: The state belongs to another model or optimizer.
+            CheckpointError: The state is that of another model or optimizer.
         """
         params = filled(self.params, state.model, "model")
         self._state = filled(self._state, state.optimizer, "optimizer")
@@ -278,16 +278,16 @@ class JaxReplica(IdenticalReplica):
         self.scale.load_state(state.scaler)
 
     def device_name(self) -> str:
-        """Return where the model lives, for a person."""
+        """Return the names of the model's devices."""
         return ", ".join(sorted(str(device) for device in jax.tree.leaves(self.params)[0].devices()))
 
     def num_parameters(self) -> int:
-        """Return how many numbers are trained."""
+        """Return the number of trained parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
 
 def cast_floats(tree: Tree, dtype: jnp.dtype) -> Tree:
-    """Return a tree with its floating-point arrays in another type."""
+    """Return a pytree with its floating-point arrays converted to a type."""
 
     def cast(leaf: jax.Array) -> jax.Array:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -296,18 +296,18 @@ def cast_floats(tree: Tree, dtype: jnp.dtype) -> Tree:
 
 
 def named_leaves(tree: object) -> dict[str, jax.Array]:
-    """Return the leaves of a tree by their path: ``layers.0.kernel``."""
+    """Return the leaves of a pytree by path, such as ``layers.0.kernel``."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def blobs_of(tree: object) -> dict[str, ArrayBlob]:
-    """Return copies of a tree's arrays as bytes, by path."""
+    """Return copies of the arrays of a pytree as bytes, by path."""
     return {name: to_blob(np.array(leaf)) for name, leaf in named_leaves(tree).items()}
 
 
 def filled(tree: Tree, blobs: Mapping[str, ArrayBlob], what: str) -> Tree:
-    """Return a tree of the same shape with the arrays of a checkpoint.
+    """Return a pytree of the same structure with the arrays of a checkpoint.
 
     Raises:
         CheckpointError: Paths or shapes differ.

@@ -1,4 +1,4 @@
-"""Callbacks for ``model.fit``: equal weights at the start, exact metrics, the learning rate."""
+"""Callbacks for ``model.fit``: broadcast of the initial state, exact metrics, scaled learning rate."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from horovod_train.frameworks.keras.back_ends.base import back_end
 from horovod_train.lr.policy import LearningRatePolicy
 
 Logs = dict[str, Any]
-"""Metrics by name, which callbacks may replace."""
+"""Metrics by name; callbacks may replace them."""
 
 
 class BroadcastState(keras.callbacks.Callback):
-    """Gives every rank rank 0's weights and optimizer state when training begins.
+    """Broadcasts weights and optimizer state from rank 0 when training begins.
 
     Raises:
-        UserError: Ranks have made different models.
+        UserError: Ranks have created different models.
     """
 
     def __init__(self, world: Communicator) -> None:
@@ -28,32 +28,27 @@ class BroadcastState(keras.callbacks.Callback):
         self._world = world
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Take over rank 0's state."""
+        """Broadcast the state."""
         broadcast(self.model, self._world)
 
 
 def broadcast(model: keras.Model, world: Communicator) -> None:
-    """Take over rank 0's weights and optimizer state.
+    """Broadcast weights and optimizer state from rank 0.
 
     Raises:
-        UserError: Ranks have made different models.
+        UserError: Ranks have created different models.
     """
-    if world.size == 1:
-        return
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    state = variables.named([*variables.shared_state(model), *model.optimizer.variables])
-    arrays.check_same_layout(world, variables.arrays_of(state))
-    for variable in state.values():
-        variable.assign(arrays.from_rank_0(world, variable.numpy()))
+    variables.broadcast(world, variables.named([*variables.shared_state(model), *model.optimizer.variables]))
 
 
 class ExactMetrics(keras.callbacks.Callback):
-    """Makes what ``fit`` and ``evaluate`` report the metrics over all samples of all ranks.
+    """Replaces the metrics of ``fit`` and ``evaluate`` by those of all samples of all ranks.
 
-    What a metric has counted is summed over ranks before its result is taken, so the result is that
-    of one process over all samples, also where ranks have different numbers of them. What is logged
-    of training itself is the mean over ranks. Put it before callbacks that look at metrics.
+    The internal sums of evaluation metrics are summed over ranks before the result is computed. The result
+    equals that of one process, also if ranks have different numbers of samples. Training metrics are averaged
+    over ranks. Put this callback before callbacks that read metrics.
     """
 
     def __init__(self, world: Communicator) -> None:
@@ -61,12 +56,12 @@ class ExactMetrics(keras.callbacks.Callback):
         self._world = world
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Replace the results of an evaluation."""
+        """Replace the metrics of an evaluation."""
         if logs is not None:
             logs.update(exact_metrics(self.model, self._world))
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Replace the results of an epoch's training."""
+        """Replace the training metrics of an epoch."""
         logs = {} if logs is None else logs
         mine = {name: float(value) for name, value in logs.items() if not name.startswith("val_")}
         if mine:
@@ -75,7 +70,7 @@ class ExactMetrics(keras.callbacks.Callback):
 
 
 def exact_metrics(model: keras.Model, world: Communicator) -> dict[str, float]:
-    """Return the metrics of a model from what they have counted on all ranks together."""
+    """Return the metrics of a model over the samples of all ranks. Collective."""
     if world.size > 1:
         for variable in model.metrics_variables:
             mine = variable.numpy()
@@ -86,12 +81,12 @@ def exact_metrics(model: keras.Model, world: Communicator) -> dict[str, float]:
 
 
 class ScaledLearningRate(keras.callbacks.Callback):
-    """Sets the learning rate before each step, by the policy that jobs use.
+    """Sets the learning rate before each step, by the policy of jobs.
 
     Args:
-        world: The ranks.
+        world: The communicator.
         batch_size_per_rank: Samples per rank and step.
-        epochs: Length of the whole training.
+        epochs: Total number of epochs.
         lr: Fields of the job description's ``lr`` section, such as ``base_lr=0.1``.
     """
 
@@ -106,16 +101,16 @@ class ScaledLearningRate(keras.callbacks.Callback):
         self._lr: float | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Learn how large a step is."""
+        """Create the policy from the global batch size."""
         global_batch_size = self._batch_size_per_rank * self._num_micro_steps() * self._world.size
         self._policy = LearningRatePolicy(self._section, global_batch_size, self._epochs)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Note the epoch."""
+        """Record the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Set the rate of the step that begins."""
+        """Set the learning rate of this step."""
         num_micro_steps = self._num_micro_steps()
         if batch % num_micro_steps == 0:
             assert self._policy is not None

@@ -24,7 +24,8 @@ from horovod_train.frameworks.callbacks import (
     JobsLearningRate,
     report_unsaved,
 )
-from horovod_train.frameworks.keras.back_ends.base import Exchange, back_end
+from horovod_train.frameworks.exchange import Exchange
+from horovod_train.frameworks.keras.back_ends.base import back_end
 from horovod_train.frameworks.keras.callbacks import Logs, set_learning_rate
 from horovod_train.frameworks.keras.feed import feed
 from horovod_train.frameworks.keras.losses import check_joint_loss, check_reduction

@@ -1,20 +1,22 @@
-"""An optimizer that applies the mean gradient of all ranks.
+"""Keras optimizers that average gradients over ranks.
 
-Keras 3 calls none of the methods that Horovod's own wrapper overrides: under it every rank trains by
-itself, and nothing says so. Here one hook is used that runs once per update on every back end, after
-accumulation and before clipping.
+Keras 3 calls none of the methods that Horovod's ``DistributedOptimizer`` overrides: with it, each rank trains
+its own model, without an error. This module overrides ``_clip_gradients``, which Keras calls once per update
+on all back ends, after accumulation and before clipping.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Allreduce
 from horovod_train.errors import UserError
-from horovod_train.frameworks.keras.back_ends.base import Exchange, back_end
+from horovod_train.frameworks.exchange import Exchange, name_of_exchange
+from horovod_train.frameworks.keras.back_ends.base import back_end
 
 WIRE_DTYPES = {"fp32": "float32", "fp16": "float16"}
 
@@ -26,20 +28,20 @@ def distribute(
     bucket_size_mib: float = 8.0,
     wire_dtype: str = "fp32",
 ) -> keras.Optimizer:
-    """Make an optimizer apply the mean gradient of all ranks, and return it.
+    """Make an optimizer average gradients over ranks, and return it.
 
-    It stays of the class it was for Keras: a model compiled with it is saved and loaded as usual, also
-    where this package is not installed. Under the policy ``mixed_float16`` a loss scale is put around
-    it that all ranks agree on.
+    Its class name and module do not change: a model that was compiled with it can be saved, and loaded
+    without this package. With the policy ``mixed_float16``, it is wrapped in a loss scale that is equal on
+    all ranks.
 
     Args:
-        optimizer: Changed in place.
-        world: From ``init()``.
-        bucket_size_mib: Gradients travel in pieces of about this size.
-        wire_dtype: Type of 32-bit gradients on the way: fp32 or fp16.
+        optimizer: The optimizer; changed in place.
+        world: The communicator.
+        bucket_size_mib: Approximate size of a bucket of gradients.
+        wire_dtype: Data type in which float32 gradients are sent: fp32 or fp16.
 
     Raises:
-        UserError: It is distributed already, or no Keras optimizer.
+        UserError: It is not a Keras optimizer, or distributed already.
     """
     if not isinstance(optimizer, keras.Optimizer):
         raise UserError(
@@ -70,19 +72,23 @@ def _become(optimizer: keras.Optimizer, mixin: type, world: Communicator, exchan
 
 
 def exchange_of(optimizer: keras.Optimizer) -> Exchange:
-    """Return what sums the gradients of a distributed optimizer."""
+    """Return the exchange of a distributed optimizer."""
     assert isinstance(optimizer, _Distributed)
     return optimizer._horovod[1]  # noqa: SLF001  (our own attribute)
 
 
 class _Distributed:
-    """What is mixed into an optimizer's class."""
+    """Base of the mixins."""
 
     _horovod: tuple[Communicator, Exchange]
 
 
 class _AppliesTheMean(_Distributed):
-    """Replaces gradients by their mean over ranks, before they are clipped."""
+    """Mixin that averages gradients over ranks before they are clipped."""
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        self._name = name_of_exchange(grads)  # Keras removes gradients that are None before it clips
+        return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[keras.KerasTensor]) -> Sequence[keras.KerasTensor]:
         return super()._clip_gradients(self._mean_of_ranks(grads))  # type: ignore[misc]
@@ -93,10 +99,10 @@ class _AppliesTheMean(_Distributed):
         if world.size == 1:
             return list(grads)
         if not steps or not back_end().optimizer_sees_micro_steps:
-            return exchange.mean(grads)
+            return exchange.mean(grads, self._name)
         is_last = (self._iterations + 1) % steps == 0  # type: ignore[attr-defined]
         result: list[keras.KerasTensor] = keras.ops.cond(
-            is_last, lambda: exchange.mean(grads), lambda: list(grads)
+            is_last, lambda: exchange.mean(grads, self._name), lambda: list(grads)
         )
         return result
 
@@ -106,14 +112,14 @@ class _AppliesTheMean(_Distributed):
         back_end().clear([total for total in totals if total is not None])
 
     def __setattr__(self, name: str, value: object) -> None:
-        # What LossScaleOptimizer does first of all to the optimizer inside of it.
+        # LossScaleOptimizer sets this attribute of the optimizer that it wraps.
         if name == "loss_scale_factor" and value is None and self._horovod[0].size > 1:
             _refuse_foreign_scale()
         super().__setattr__(name, value)
 
 
 class _AgreesOnOverflow(_Distributed):
-    """Skips a step on all ranks when a gradient of any of them is not finite."""
+    """Mixin that skips a step on all ranks if a gradient of any rank is not finite."""
 
     def check_finite(self, grads: Sequence[keras.KerasTensor]) -> Sequence[keras.KerasTensor]:
         world, exchange = self._horovod
@@ -126,7 +132,6 @@ class _AgreesOnOverflow(_Distributed):
 
 def _refuse_foreign_scale() -> None:
     raise UserError(
-        "a loss scale was put around a distributed optimizer: ranks would overflow apart and wait for "
-        "each other for ever",
+        "a loss scale was put around a distributed optimizer: ranks would skip different steps, and hang",
         hint="distribute(keras.optimizers.LossScaleOptimizer(optimizer), ranks)",
     )

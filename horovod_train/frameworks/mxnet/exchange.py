@@ -1,62 +1,54 @@
-"""The sum of gradients over ranks."""
+"""Sums of gradients over ranks, with MXNet."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import mxnet as mx
 import numpy as np
 
-from horovod_train.collectives.base import Communicator
-from horovod_train.frameworks.buckets import plan_buckets
+from horovod_train.frameworks import exchange
 from horovod_train.frameworks.mxnet.collectives import MxnetCommunicator
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Sums arrays over ranks, in place.
+class Exchange(exchange.Exchange):
+    """Sums lists of MXNet arrays over ranks, in place.
 
-    Args:
-        world: The ranks.
-        bucket_size_bytes: About how much travels in one piece.
+    ``sum`` returns before the sums are available, as all operations of MXNet do; ``seconds`` is 0. Arrays are
+    sent in their own types.
     """
 
-    world: Communicator
-    bucket_size_bytes: int = 8 * 2**20
+    def kind(self, array: mx.nd.NDArray) -> type:
+        """Return the data type."""
+        dtype: type = array.dtype
+        return dtype
 
-    def sum(self, arrays: Sequence[mx.nd.NDArray]) -> None:
-        """Replace arrays by their sums; returns before they are there, as everything in MXNet does.
+    def size_on_wire_bytes(self, array: mx.nd.NDArray) -> int:
+        """Return the size of an array."""
+        return int(array.size * np.dtype(array.dtype).itemsize)
 
-        Every rank calls it with arrays of the same shapes in the same order.
-        """
-        if self.world.size == 1:
-            return
+    def pack(self, arrays: Sequence[mx.nd.NDArray], kind: type) -> mx.nd.NDArray:
+        """Return the array itself, or one flat array with the elements of several."""
+        return mx.nd.concat(*[a.reshape(-1) for a in arrays], dim=0) if len(arrays) > 1 else arrays[0]
+
+    def reduce(self, buckets: Iterable[mx.nd.NDArray], names: Iterable[str]) -> Iterator[mx.nd.NDArray]:
+        """Yield each bucket, which Horovod sums in place; the first has the highest priority."""
         assert isinstance(self.world, MxnetCommunicator)
-        hvd = self.world.hvd
-        kinds = [array.dtype for array in arrays]
-        plan = plan_buckets(kinds, [size_bytes(array) for array in arrays], self.bucket_size_bytes)
-        for number, places in enumerate(plan):
-            name = f"horovod_train.gradients.{number}"
-            if len(places) == 1:
-                hvd.allreduce_(arrays[places[0]], average=False, name=name, priority=-number)
-                continue
-            bucket = mx.nd.concat(*[arrays[place].reshape(-1) for place in places], dim=0)
-            hvd.allreduce_(bucket, average=False, name=name, priority=-number)
-            at = 0
-            for place in places:
-                array = arrays[place]
-                array[:] = bucket[at : at + array.size].reshape(array.shape)
-                at += array.size
+        for number, (bucket, name) in enumerate(zip(buckets, names, strict=False)):
+            self.world.hvd.allreduce_(bucket, average=False, name=name, priority=-number)
+            yield bucket
 
-
-def size_bytes(array: mx.nd.NDArray) -> int:
-    """Return the size of an array in bytes."""
-    return int(array.size * np.dtype(array.dtype).itemsize)
+    def unpack(self, total: mx.nd.NDArray, arrays: Sequence[mx.nd.NDArray]) -> Sequence[mx.nd.NDArray]:
+        """Write the parts of a summed bucket into its arrays, and return these."""
+        ends = np.cumsum([array.size for array in arrays]).tolist()
+        if len(arrays) > 1:
+            for array, end in zip(arrays, ends, strict=True):
+                array[:] = total[end - array.size : end].reshape(array.shape)
+        return arrays
 
 
 def to_arrays(batch: object, context: mx.Context) -> object:
-    """Return a batch with MXNet's arrays in place of NumPy's."""
+    """Return a batch with NumPy arrays converted to MXNet arrays."""
     if isinstance(batch, np.ndarray):
         return mx.nd.array(batch, ctx=context, dtype=batch.dtype)
     if isinstance(batch, dict):

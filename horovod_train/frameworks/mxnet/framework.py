@@ -1,4 +1,4 @@
-"""Makes everything that a job needs of MXNet."""
+"""The framework MXNet: replica, readers and random state of a job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MxnetFramework:
         self._seeds = Seeds()
 
     def connect(self, job: Job) -> Communicator:
-        """Join the ranks this process was started with; a world of one when there are none."""
+        """Initialize Horovod, and return the communicator; of one rank, if this process was started alone."""
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.reader")
         return connect(MxnetCommunicator, job)
@@ -51,7 +51,7 @@ class MxnetFramework:
             model = task.model()
         model.collect_params().reset_ctx(context)
         if any(not param.shape or 0 in param.shape for param in model.collect_params().values()):
-            task.loss(model, to_arrays(train_reader.first(), context))  # shapes follow from a batch
+            task.loss(model, to_arrays(train_reader.first(), context))  # initializes shapes
         optimizer = make_optimizer(job, lambda factory, args: factory(learning_rate=job.lr.base_lr, **args))
         replica = MxnetReplica(
             model=model,
@@ -65,11 +65,11 @@ class MxnetFramework:
         return replica, train_reader, read(eval_data()) if eval_data else None
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
-        """Return the state of Python's and NumPy's generators, and the seeds of steps."""
+        """Return the state of the generators of Python and NumPy, and the seeds of steps."""
         return rng_state({"mxnet": list(self._seeds.state)})
 
     def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
-        """Take over the state of all random generators."""
+        """Load the state of all random generators."""
         seed, number = load_rng_state(tree, arrays)["mxnet"]
         self._seeds.state = (seed, number)
 
@@ -82,10 +82,10 @@ class MxnetFramework:
 
 
 def choose_context(job: Job, world: Communicator) -> mx.Context:
-    """Return the rank's own GPU, or the CPU.
+    """Return the context of the rank's GPU, or of the CPU.
 
     Raises:
-        UserError: A GPU is required, and this rank has none.
+        UserError: The job requires a GPU, and this rank has none.
     """
     gpu = own_gpu(job, world, mx.context.num_gpus())
     return mx.cpu() if gpu is None else mx.gpu(gpu)

@@ -1,4 +1,4 @@
-"""The training step: forward and backward by gluon, the sum over ranks, then the update."""
+"""The training step: forward and backward passes by gluon, sum over ranks, update."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
-from horovod_train.frameworks.mxnet.exchange import Exchange, size_bytes, to_arrays
+from horovod_train.frameworks.mxnet.exchange import Exchange, to_arrays
 from horovod_train.frameworks.mxnet.task import MxnetTask
 from horovod_train.frameworks.randomness import mix
 
 
 class Seeds:
-    """A rank's seeds, one per step, because MXNet does not expose the state of its generators."""
+    """Seeds of a rank, one per step: MXNet does not expose the state of its generators."""
 
     def __init__(self) -> None:
         self.state = (0, 0)
@@ -42,14 +42,14 @@ class MxnetReplica(IdenticalReplica):
     Args:
         model: A gluon block whose parameters have shapes.
         optimizer: An MXNet optimizer.
-        world: The ranks.
-        job: Says how to train.
-        task: Gives loss and metrics.
-        context: Where the block lives.
-        seeds: Seeds of each step.
+        world: The communicator.
+        job: The job description.
+        task: Provides loss and metrics.
+        context: Device of the block.
+        seeds: Seeds of the steps.
 
     Raises:
-        UserError: The block has nothing to train.
+        UserError: The block has no trained parameters.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MxnetReplica(IdenticalReplica):
         if not self._trained:
             raise UserError("the model trains nothing", hint="does any parameter have grad_req 'write'?")
         for param in self._trained.values():
-            param.grad_req = "add"  # micro-batches add up; zeroed before each step
+            param.grad_req = "add"  # accumulates over micro-batches; zeroed before each step
         self._optimizer = optimizer
         self._updater = mx.optimizer.get_updater(optimizer)
         self._world = world
@@ -79,13 +79,12 @@ class MxnetReplica(IdenticalReplica):
         self._context = context
         self._seeds = seeds
         self._exchange = Exchange(world, int(job.allreduce.bucket_size_mib * 2**20))
-        num_bytes = sum(size_bytes(p.data()) for p in self._trained.values())
-        self._bytes_per_step = num_bytes if world.size > 1 else 0
+        self._bytes_per_step = self._exchange.bytes_on_wire([p.data() for p in self._trained.values()])
 
     # -- the step
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
-        """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
+        """Perform one optimizer step with this rank's micro-batches. Collective."""
         clock = StepClock()
         self._seeds.seed_step()
         for param in self._trained.values():
@@ -118,7 +117,7 @@ class MxnetReplica(IdenticalReplica):
         )
 
     def _summed(self, values: list[mx.nd.NDArray]) -> float:
-        """Sum gradients over ranks in place, and wait; return the loss, which travels along."""
+        """Sum gradients and loss over ranks, in place; return the loss, which is the last value."""
 
         def exchange() -> float:
             self._exchange.sum(values)
@@ -133,7 +132,7 @@ class MxnetReplica(IdenticalReplica):
     def _finish(
         self, gradients: list[mx.nd.NDArray], loss: float, lr: float, *, want_norm: bool
     ) -> tuple[float | None, bool]:
-        """Clip and update. Return the gradient norm, when taken, and whether all was finite."""
+        """Clip and update. Return the gradient norm, if computed, and whether loss and norm are finite."""
         norm = None
         limit = self._train.clip_grad_norm
         if want_norm or self._guard_gradients or limit is not None:
@@ -154,10 +153,10 @@ class MxnetReplica(IdenticalReplica):
             return []
         return [(p, p.data().copy()) for name, p in self._params.items() if name not in self._trained]
 
-    # -- everything else
+    # -- other methods
 
     def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
-        """Return (sum, count) of each metric over this rank's batches."""
+        """Return (sum, number of samples) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
         compute = getattr(self._task, "metrics", None)
         for num_samples, batch in batches:
@@ -173,7 +172,7 @@ class MxnetReplica(IdenticalReplica):
         return sums
 
     def sync_buffers(self) -> None:
-        """Make what ranks update by themselves equal: running statistics are averaged."""
+        """Average running statistics over ranks."""
         if self._world.size == 1:
             return
         for name, param in self._params.items():
@@ -182,10 +181,10 @@ class MxnetReplica(IdenticalReplica):
                 param.set_data(mx.nd.array(mean, dtype=param.dtype))
 
     def broadcast(self) -> None:
-        """Take over rank 0's weights.
+        """Broadcast weights and statistics from rank 0.
 
         Raises:
-            UserError: Ranks have made different models.
+            UserError: Ranks have created different models.
         """
         if self._world.size == 1:
             return
@@ -195,11 +194,11 @@ class MxnetReplica(IdenticalReplica):
             param.set_data(mx.nd.array(value, dtype=param.dtype))
 
     def is_finite(self) -> bool:
-        """Return whether all weights are finite numbers."""
+        """Return whether all weights are finite."""
         return all(bool(np.isfinite(p.data().asnumpy()).all()) for p in self._params.values())
 
     def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state; later steps do not change it: MXNet's arrays are copied to be read."""
+        """Return a copy of the state."""
         tree, found = pack_tree(
             {"slots": self._updater.states, "counts": self._optimizer._index_update_count},  # noqa: SLF001
             lambda leaf: isinstance(leaf, mx.nd.NDArray),
@@ -212,10 +211,10 @@ class MxnetReplica(IdenticalReplica):
         )
 
     def load_state(self, state: ReplicaState) -> None:
-        """Take over a state.
+        """Load a state.
 
         Raises:
-            CheckpointError: The state belongs to another model or optimizer.
+            CheckpointError: The state is that of another model or optimizer.
         """
         arrays.check_same_optimizer(state, self._optimizer)
         arrays.check_fits({name: tuple(p.shape) for name, p in self._params.items()}, state.model, "model")
@@ -232,9 +231,9 @@ class MxnetReplica(IdenticalReplica):
         self._optimizer.num_update = max(own["counts"].values(), default=0)
 
     def device_name(self) -> str:
-        """Return where the model lives, for a person."""
+        """Return the name of the model's device."""
         return str(self._context)
 
     def num_parameters(self) -> int:
-        """Return how many numbers are trained."""
+        """Return the number of trained parameters."""
         return sum(int(np.prod(p.shape)) for p in self._trained.values())

@@ -1,4 +1,4 @@
-"""Makes everything that a job needs of TensorFlow."""
+"""The framework TensorFlow: replica, readers and random state of a job."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TensorflowFramework:
         self._seeds: list[tf.Variable] = []
 
     def connect(self, job: Job) -> Communicator:
-        """Join the ranks this process was started with; a world of one when there are none."""
+        """Initialize Horovod, and return the communicator; of one rank, if this process was started alone."""
         if keras.backend.backend() != "tensorflow":
             raise UserError(
                 f"Keras uses the back end {keras.backend.backend()}, but the job's framework is tensorflow",
@@ -54,7 +54,7 @@ class TensorflowFramework:
         if job.train.deterministic:
             tf.config.experimental.enable_op_determinism()
         choose_device(job, mesh.world)
-        keras.utils.clear_session()  # names of layers count from 1: a checkpoint knows them by name
+        keras.utils.clear_session()  # layer names, which checkpoints contain, are numbered from 1
         keras.config.set_dtype_policy(POLICIES[job.train.precision])
         keras.utils.set_random_seed(mix(job.train.seed, 0, 0) % 2**32)
         task = load_task(job.task, job.task_args, REQUIRED)
@@ -83,7 +83,7 @@ class TensorflowFramework:
         return rng_state({"tensorflow": state, "model": [v.numpy() for v in self._seeds]})
 
     def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
-        """Take over the state of all random generators."""
+        """Load the state of all random generators."""
         own = load_rng_state(tree, arrays)
         tf.random.get_global_generator().state.assign(own["tensorflow"])
         for variable, value in zip(self._seeds, own["model"], strict=True):
@@ -100,10 +100,10 @@ class TensorflowFramework:
 
 
 def choose_device(job: Job, world: Communicator) -> None:
-    """Show TensorFlow the rank's own GPU only, or none.
+    """Make only the rank's GPU visible to TensorFlow, or none.
 
     Raises:
-        UserError: A GPU is required, and this rank has none.
+        UserError: The job requires a GPU, and this rank has none.
     """
     gpus = tf.config.list_physical_devices("GPU")
     own = own_gpu(job, world, len(gpus))

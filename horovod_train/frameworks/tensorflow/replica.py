@@ -1,7 +1,7 @@
-"""The training step in one graph: forward, backward, the sum over ranks, the update.
+"""The training step in one graph: forward pass, backward pass, sum over ranks, update.
 
-In a graph an operation runs as soon as its inputs are there, so one weight is updated while the
-gradient of another is still on its way.
+TensorFlow runs an operation of a graph as soon as its inputs are available: one weight is updated while the
+gradient of another is being summed.
 """
 
 from __future__ import annotations
@@ -13,42 +13,36 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
-from horovod_train.frameworks.arrays import (
-    check_same_layout,
-    check_same_optimizer,
-    from_rank_0,
-    mean_over_ranks,
-)
-from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.loss_scale import LossScale
 from horovod_train.frameworks.task import check_is_one_number
 from horovod_train.frameworks.tensorflow.exchange import Exchange
 from horovod_train.frameworks.tensorflow.task import TensorflowTask
+from horovod_train.frameworks.variables_replica import VariablesReplica
 
 Out = TypeVar("Out")
 
 WIRE_DTYPES = {"fp32": tf.float32, "fp16": tf.float16}
 
 
-class TensorflowReplica(IdenticalReplica):
+class TensorflowReplica(VariablesReplica):
     """The model and optimizer of one rank.
 
     Args:
-        model: A built Keras model, or a module.
+        model: A built Keras model, or a ``tf.Module``.
         optimizer: A Keras optimizer.
-        world: The ranks.
-        job: Says how to train.
-        task: Gives loss and metrics.
+        world: The communicator.
+        job: The job description.
+        task: Provides loss and metrics.
 
     Raises:
-        UserError: The model has nothing to train.
+        UserError: The model has no trainable variables.
     """
 
     def __init__(
@@ -60,11 +54,9 @@ class TensorflowReplica(IdenticalReplica):
         job: Job,
         task: TensorflowTask,
     ) -> None:
+        scale = LossScale(is_enabled=job.train.precision == "fp16")
+        super().__init__(model, optimizer, world, list(all_layers(model)), scale)
         self.task = task
-        self.model = model
-        self.optimizer = optimizer
-        self.scale = LossScale(is_enabled=job.train.precision == "fp16")
-        self._world = world
         self._train = job.train
         self._guard_gradients = job.health.non_finite == "skip"
         self._always_looks = (
@@ -79,13 +71,12 @@ class TensorflowReplica(IdenticalReplica):
         optimizer.build(self._trained)
         self._tensors = [tf_variable(v) for v in self._trained]
         self._bytes_per_step = self._sums.bytes_on_wire(self._tensors)
-        self._statistics = variables.running_statistics(list(all_layers(model)))
         self._statistics_before: list[tf.Tensor] = []
         self._accumulated = [
             tf.Variable(tf.zeros_like(t), trainable=False)
             for t in (self._tensors if job.train.accumulation_steps > 1 else [])
         ]
-        self._zero = tf.Variable(0.0, trainable=False)  # a sum over ranks must not be of constants
+        self._zero = tf.Variable(0.0, trainable=False)  # constants must not be passed to an exchange
         self._loss_shape: list[int] = []
         self._add = tf.function(self._add_gradients, reduce_retracing=True)
         self._last = tf.function(self._exchange_and_update, reduce_retracing=True)
@@ -96,7 +87,7 @@ class TensorflowReplica(IdenticalReplica):
     # -- the step
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
-        """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
+        """Perform one optimizer step with this rank's micro-batches. Collective."""
         clock = StepClock()
         self._statistics_before = [v.numpy() for v in self._statistics] if self._guard_gradients else []
         self.optimizer.learning_rate = lr
@@ -137,7 +128,7 @@ class TensorflowReplica(IdenticalReplica):
     def _gradients(
         self, batch: object, share: tf.Tensor, scale: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return the gradient of share x loss (None where a variable is not used), and share x loss."""
+        """Return the gradients of share x loss (None: the variable is not used), and share x loss."""
         with tf.GradientTape() as tape:
             loss = self.task.loss(self.model, batch, training=True)
             self._loss_shape = [] if loss.shape.rank is None else [size or -1 for size in loss.shape]
@@ -157,10 +148,10 @@ class TensorflowReplica(IdenticalReplica):
     def _exchange_and_update(
         self, batch: object, share: tf.Tensor, scale: tf.Tensor, loss_before: tf.Tensor, looks: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Make the last micro-step, sum over ranks, and update if this rank uses every variable.
+        """Process the last micro-batch, sum over ranks, and update if this rank uses all variables.
 
         Returns:
-            The sums, none when they have been applied; and a report.
+            The summed gradients (empty: already applied), and the step's numbers (see ``report``).
         """
         gradients, loss = self._gradients(batch, share, scale)
         is_used = [float(gradient is not None) for gradient in gradients]
@@ -172,12 +163,14 @@ class TensorflowReplica(IdenticalReplica):
         for total in self._accumulated:
             total.assign(tf.zeros_like(total))
         if not all(is_used):
-            return sums, report(local_loss, loss_of_all, 0.0, num_users)  # which others use is known only now
+            return sums, report(
+                local_loss, loss_of_all, 0.0, num_users
+            )  # num_users is not known in the graph
         norm = self._apply(sums, loss_of_all, scale, looks, tuple(range(len(sums))))
         return [], report(local_loss, loss_of_all, norm, num_users)
 
     def _exchange_zeros(self) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Take part without samples: an epoch's last step may have fewer than there are ranks."""
+        """Sum over ranks without samples: the last step of an epoch may have less than one per rank."""
         zeros = [self._zeros(t) for t in self._tensors]
         sums, loss_of_all, num_users = self._sum(zeros, self._zero + 0.0, [0.0] * len(zeros))
         return sums, report(0.0, loss_of_all, 0.0, num_users)
@@ -188,7 +181,7 @@ class TensorflowReplica(IdenticalReplica):
     def _sum(
         self, gradients: Sequence[tf.Tensor], loss: tf.Tensor, is_used: Sequence[float]
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """Sum over ranks: gradients, the loss, and how many ranks use each variable."""
+        """Return the sums over ranks of gradients and loss, and each variable's number of ranks."""
         extra = tf.concat([[loss], tf.constant(is_used, tf.float32)], 0)
         *sums, extra = self._sums.sum([*gradients, extra])
         return sums, extra[0], extra[1:]
@@ -201,12 +194,12 @@ class TensorflowReplica(IdenticalReplica):
         looks: tf.Tensor,
         used: tuple[int, ...],
     ) -> tf.Tensor:
-        """Unscale, clip and update the variables at these places, unless something is not finite.
+        """Unscale and clip gradients; update the variables at these positions if loss and norm are finite.
 
-        Gradients and loss are equal on all ranks here, so every rank decides alike without asking.
+        Gradients and loss are equal on all ranks here: all ranks make the same decision.
 
         Returns:
-            The gradient norm; 0 if it is not needed.
+            The gradient norm; 0 if it was not computed.
         """
         if self.scale.is_enabled:
             gradients = [g * tf.cast(1.0 / scale, g.dtype) for g in gradients]
@@ -226,7 +219,7 @@ class TensorflowReplica(IdenticalReplica):
         return tf.cond(tf.math.is_finite(loss) & tf.math.is_finite(norm), update, lambda: norm)
 
     def _judge(self, loss: float, norm: float) -> bool:
-        """Return whether the step was made; if not, take back what the forward pass has changed."""
+        """Return whether the update was performed; if not, restore the running statistics."""
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if math.isfinite(loss):
             self.scale.update(is_finite=is_finite)
@@ -236,10 +229,10 @@ class TensorflowReplica(IdenticalReplica):
         return is_finite
 
     def _with_loss(self, work: Callable[..., Out], *arguments: object) -> Out:
-        """Call what takes the task's loss; report one of the wrong shape.
+        """Call a function that computes the task's loss.
 
         Raises:
-            UserError: The loss is not one number.
+            UserError: The loss is not a scalar.
         """
         try:
             return self._call(work, *arguments)
@@ -255,10 +248,10 @@ class TensorflowReplica(IdenticalReplica):
             else exchange(*arguments)
         )
 
-    # -- everything else
+    # -- other methods
 
     def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
-        """Return (sum, count) of each metric over this rank's batches."""
+        """Return (sum, number of samples) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
         for num_samples, batch in batches:
             for name, value in self._metrics(batch).items():
@@ -271,81 +264,32 @@ class TensorflowReplica(IdenticalReplica):
             return {"loss": tf.convert_to_tensor(self.task.loss(self.model, batch, training=False))}
         return {name: tf.convert_to_tensor(value) for name, value in compute(self.model, batch).items()}
 
-    def sync_buffers(self) -> None:
-        """Make what ranks update by themselves equal: running statistics are averaged, others rank 0's."""
-        if self._world.size == 1:
-            return
-        averaged = {id(v) for v in self._statistics}
-        trained = {id(v) for v in self._trained}
-        for variable in variables.shared_state(self.model):
-            if id(variable) in averaged:
-                variable.assign(mean_over_ranks(self._world, variable.numpy()))
-            elif id(variable) not in trained:
-                variable.assign(from_rank_0(self._world, variable.numpy()))
-
     def broadcast(self) -> None:
-        """Take over rank 0's weights.
+        """Broadcast weights and statistics from rank 0.
 
         Raises:
-            UserError: Ranks have made different models.
+            UserError: Ranks have created different models.
         """
-        if self._world.size == 1:
-            return
-        state = variables.named(variables.shared_state(self.model))
-        check_same_layout(self._world, variables.arrays_of(state))
-        for variable in state.values():
-            variable.assign(from_rank_0(self._world, variable.numpy()))
-
-    def is_finite(self) -> bool:
-        """Return whether all weights are finite numbers."""
-        return all(
-            bool(tf.reduce_all(tf.math.is_finite(tf_variable(v))))
-            for v in variables.shared_state(self.model)
-            if tf_variable(v).dtype.is_floating
-        )
-
-    def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state; later steps do not change it."""
-        return ReplicaState(
-            model=variables.blobs_of(variables.named(variables.shared_state(self.model))),
-            optimizer=variables.blobs_of(variables.named(self.optimizer.variables)),
-            optimizer_tree={"class": type(self.optimizer).__name__},
-            scaler=self.scale.state(),
-        )
-
-    def load_state(self, state: ReplicaState) -> None:
-        """Take over a state.
-
-        Raises:
-            CheckpointError: The state belongs to another model or optimizer.
-        """
-        check_same_optimizer(state, self.optimizer)
-        variables.load_blobs(variables.named(variables.shared_state(self.model)), state.model, "model")
-        variables.load_blobs(variables.named(self.optimizer.variables), state.optimizer, "optimizer")
-        self.scale.load_state(state.scaler)
+        variables.broadcast(self._world, variables.named(variables.shared_state(self.model)))
 
     def device_name(self) -> str:
-        """Return where the model lives, for a person."""
+        """Return the name of the model's device."""
         return str(self._tensors[0].device.rpartition("device:")[2].lower())
-
-    def num_parameters(self) -> int:
-        """Return how many numbers are trained."""
-        return int(sum(tensor.shape.num_elements() for tensor in self._tensors))
 
 
 def report(local_loss: tf.Tensor, loss: tf.Tensor, norm: tf.Tensor, num_users: tf.Tensor) -> tf.Tensor:
-    """Return what Python needs to know of a step as one tensor: one transfer."""
+    """Return the numbers of a step as one tensor, so that they are copied to the host at once."""
     return tf.concat([[local_loss], [loss], [norm], num_users], 0)
 
 
 def tf_variable(variable: keras.Variable) -> tf.Variable:
-    """Return TensorFlow's variable inside of a Keras variable."""
+    """Return the TensorFlow variable of a Keras variable."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def all_layers(model: keras.Model) -> Iterator[keras.Layer]:
-    """Yield every layer of a Keras model, or every module of a module."""
+    """Yield all layers of a Keras model, or all submodules of a ``tf.Module``."""
     if isinstance(model, keras.Layer):
-        yield from model._flatten_layers()  # noqa: SLF001  (Keras has no public way to all layers)
+        yield from model._flatten_layers()  # noqa: SLF001  (Keras has no public function for this)
     else:
         yield from model.submodules

@@ -1,6 +1,6 @@
-"""For users of TensorFlow with their own training loop.
+"""Gradients averaged over ranks, for TensorFlow training loops; in ``tf.function`` or eagerly.
 
-Make the tape's gradients the mean over ranks, inside of ``tf.function`` or not:
+Example::
 
     ranks = init()
     broadcast(ranks, model.variables)
@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks import variables as state
-from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
+from horovod_train.frameworks.exchange import name_of_exchange
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.tensorflow.collectives import TensorflowCommunicator
 from horovod_train.frameworks.tensorflow.exchange import Exchange
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     import keras
 
 Sources = TypeVar("Sources")
-"""Variables in any nest."""
+"""A nested structure of variables."""
 
 
 def init() -> Communicator:
-    """Join the ranks this process was started with; a world of one when there are none.
+    """Initialize Horovod, and return the communicator; of one rank, if this process was started alone.
 
     Raises:
-        EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
+        EngineError: The process is one of several ranks, and Horovod is missing or cannot start.
     """
     return join(TensorflowCommunicator)
 
 
 class DistributedGradientTape:
-    """A tape whose gradients are the mean over ranks; inside of ``tf.function`` or not.
+    """A gradient tape that averages gradients over ranks.
 
     Args:
-        tape: What has recorded the loss.
-        world: The ranks.
-        bucket_size_mib: Gradients travel in pieces of about this size.
-        wire_dtype: Type of 32-bit gradients on the way: fp32 or fp16.
+        tape: The tape that recorded the loss.
+        world: The communicator.
+        bucket_size_mib: Approximate size of a bucket of gradients.
+        wire_dtype: Data type in which float32 gradients are sent: fp32 or fp16.
     """
 
     def __init__(
@@ -64,33 +64,31 @@ class DistributedGradientTape:
     def gradient(
         self, target: tf.Tensor, sources: Sources, output_gradients: tf.Tensor | None = None
     ) -> Sources:
-        """Return the mean over ranks of the gradient; None where no rank's target depends on a source.
+        """Return the mean gradient over ranks; None for a source on which the target does not depend.
+
+        Collective: the target must depend on the same sources on all ranks; otherwise, ranks are reported
+        as missing from the exchange.
 
         Args:
             target: A loss.
-            sources: Variables, TensorFlow's or Keras's, in any nest.
+            sources: A nested structure of TensorFlow or Keras variables.
             output_gradients: As in ``tf.GradientTape.gradient``.
         """
         values = tf.nest.map_structure(lambda v: getattr(v, "value", v) if _is_keras(v) else v, sources)
         found = self._tape.gradient(target, values, output_gradients)
         flat = tf.nest.flatten(found)
         used = [gradient for gradient in flat if gradient is not None]
-        means = iter(self._exchange.mean(used))
+        means = iter(self._exchange.mean(used, name_of_exchange(flat)))
         return tf.nest.pack_sequence_as(found, [None if g is None else next(means) for g in flat])
 
 
 def broadcast(world: Communicator, variables: Iterable[tf.Variable | keras.Variable]) -> None:
-    """Give variables rank 0's values: call it before the first step.
+    """Assign rank 0's values to variables. Call this before the first step.
 
     Raises:
-        UserError: Ranks hold different variables.
+        UserError: Ranks have different variables.
     """
-    if world.size == 1:
-        return
-    by_name = {str(number): variable for number, variable in enumerate(variables)}
-    check_same_layout(world, state.arrays_of(by_name))
-    for variable in by_name.values():
-        variable.assign(from_rank_0(world, variable.numpy()))
+    state.broadcast(world, {str(number): variable for number, variable in enumerate(variables)})
 
 
 def _is_keras(variable: object) -> bool:

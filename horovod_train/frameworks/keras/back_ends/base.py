@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 
@@ -12,6 +12,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
+from horovod_train.frameworks.exchange import Exchange
 from horovod_train.registry import load_attribute
 
 BACK_ENDS = {
@@ -19,28 +20,6 @@ BACK_ENDS = {
     "torch": "horovod_train.frameworks.keras.back_ends.torch:TorchBackEnd",
     "jax": "horovod_train.frameworks.keras.back_ends.jax:JaxBackEnd",
 }
-
-
-class Exchange(Protocol):
-    """Sums lists of the back end's tensors over ranks. It may make the sums where the tensors were.
-
-    Attributes:
-        seconds: Time spent waiting for other ranks, so far; 0 where it cannot be seen.
-    """
-
-    seconds: float
-
-    def sum(self, tensors: Sequence[keras.KerasTensor], name: str = "gradients") -> list[keras.KerasTensor]:
-        """Return the elementwise sums; every rank calls it in the same order."""
-        ...
-
-    def mean(self, tensors: Sequence[keras.KerasTensor]) -> list[keras.KerasTensor]:
-        """Return the elementwise means; every rank calls it in the same order."""
-        ...
-
-    def bytes_on_wire(self, tensors: Sequence[keras.KerasTensor]) -> int:
-        """Return how many bytes a rank gives away when such tensors are summed."""
-        ...
 
 
 class BackEnd:

@@ -9,8 +9,9 @@ import keras
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
-from horovod_train.frameworks.jax import exchange, framework
-from horovod_train.frameworks.keras.back_ends.base import BackEnd, Exchange
+from horovod_train.frameworks.jax import framework
+from horovod_train.frameworks.jax.exchange import Exchange
+from horovod_train.frameworks.keras.back_ends.base import BackEnd
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 
 
@@ -25,7 +26,7 @@ class JaxBackEnd(BackEnd):
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
         """Return JAX's exchange."""
-        return exchange.Exchange(world, bucket_size_bytes, wire_dtype)
+        return Exchange(world, bucket_size_bytes, wire_dtype)
 
     def limit_threads(self, num_threads: int) -> None:
         """Limit XLA's threads; the callback holds one of them while it waits for other ranks."""

@@ -11,10 +11,11 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.keras.back_ends.base import BackEnd, Exchange
+from horovod_train.frameworks.keras.back_ends.base import BackEnd
 from horovod_train.frameworks.keras.stream import as_dataset
-from horovod_train.frameworks.tensorflow import exchange, framework
+from horovod_train.frameworks.tensorflow import framework
 from horovod_train.frameworks.tensorflow.collectives import TensorflowCommunicator
+from horovod_train.frameworks.tensorflow.exchange import Exchange
 
 
 class TensorflowBackEnd(BackEnd):
@@ -28,7 +29,7 @@ class TensorflowBackEnd(BackEnd):
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
         """Return TensorFlow's exchange."""
-        return exchange.Exchange(world, bucket_size_bytes, tf.as_dtype(wire_dtype))
+        return Exchange(world, bucket_size_bytes, tf.as_dtype(wire_dtype))
 
     def limit_threads(self, num_threads: int) -> None:
         """Limit the threads of one operation."""

@@ -11,10 +11,10 @@ import torch
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
-from horovod_train.frameworks.keras.back_ends.base import BackEnd, Exchange
+from horovod_train.frameworks.keras.back_ends.base import BackEnd
 from horovod_train.frameworks.torch import framework
-from horovod_train.frameworks.torch.comm import exchange
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.comm.exchange import Exchange
 
 
 class TorchBackEnd(BackEnd):
@@ -26,7 +26,7 @@ class TorchBackEnd(BackEnd):
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
         """Return PyTorch's exchange."""
-        return exchange.Exchange(world, bucket_size_bytes, getattr(torch, wire_dtype))
+        return Exchange(world, bucket_size_bytes, getattr(torch, wire_dtype))
 
     def limit_threads(self, num_threads: int) -> None:
         """Limit the threads of one operation."""

@@ -1,15 +1,14 @@
-"""Sums of gradients over ranks after the backward pass, for frameworks that return all gradients at once."""
+"""Sums of tensors over ranks, after the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 
-from horovod_train.collectives.base import Communicator
-from horovod_train.frameworks.buckets import plan_buckets
+from horovod_train.frameworks import exchange
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, with_tensors
 
 
@@ -19,64 +18,56 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass
-class Exchange:
-    """Sums of lists of tensors over ranks, in buckets of about ``bucket_size_bytes``.
+class Exchange(exchange.Exchange):
+    """Sums lists of tensors over ranks."""
 
-    Attributes:
-        wire_dtype: Data type in which float32 tensors are sent.
-        seconds: Total time spent waiting for collectives.
-    """
-
-    world: Communicator
-    bucket_size_bytes: int = 8 * 2**20
-    wire_dtype: torch.dtype = torch.float32
-    seconds: float = field(default=0.0, init=False)
     _ranks: TensorCollectives = field(init=False)
 
     def __post_init__(self) -> None:
         self._ranks = with_tensors(self.world)  # once: the isinstance check of a Protocol is slow
 
-    @torch.no_grad()
-    def sum(self, tensors: Sequence[torch.Tensor], name: str = "gradients") -> list[torch.Tensor]:
-        """Return the elementwise sums over ranks, in the types and shapes of the tensors.
-
-        Collective: all ranks pass tensors of equal shapes in the same order. Sums may overwrite the tensors.
-        """
-        if self.world.size == 1:
-            return list(tensors)
-        dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
-        kinds = [(self._type_on_wire(tensor.dtype), tensor.device) for tensor in dense]
-        sizes = [tensor.numel() * kind.itemsize for tensor, (kind, _) in zip(dense, kinds, strict=True)]
-        plan = plan_buckets(kinds, sizes, self.bucket_size_bytes)
-        waiting = []
-        for number, places in enumerate(plan):
-            flat = [dense[place].reshape(-1).to(kinds[place][0]) for place in places]
-            packed = torch.cat(flat) if len(flat) > 1 else flat[0]
-            waiting.append((packed, self._ranks.start_allreduce(packed, f"horovod_train.{name}.{number}")))
-        sums = dense
-        for places, (packed, handle) in zip(plan, waiting, strict=True):
-            started = perf_counter()
-            self._ranks.wait(handle)
-            self.seconds += perf_counter() - started
-            pieces = torch.split(packed, [dense[place].numel() for place in places])
-            for place, piece in zip(places, pieces, strict=True):
-                sums[place] = piece.view(dense[place].shape).to(dense[place].dtype)
-        return sums
+    sum = torch.no_grad()(exchange.Exchange.sum)
 
     @torch.no_grad()
-    def mean(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def mean(self, arrays: Sequence[torch.Tensor], name: str = "gradients") -> list[torch.Tensor]:
         """Return the elementwise means over ranks; see ``sum``."""
-        sums = self.sum(tensors)
+        sums = self.sum(arrays, name)
         if self.world.size > 1:
             for total in sums:
                 total.div_(self.world.size)  # in place: allocation is slower than the division
         return sums
 
-    def bytes_on_wire(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Return the number of bytes that a rank passes to collectives to sum such tensors."""
-        if self.world.size == 1:
-            return 0
-        return sum(tensor.numel() * self._type_on_wire(tensor.dtype).itemsize for tensor in tensors)
+    def dense(self, array: torch.Tensor) -> torch.Tensor:
+        """Return a dense tensor."""
+        return array.to_dense() if array.is_sparse and self.world.size > 1 else array
 
-    def _type_on_wire(self, dtype: torch.dtype) -> torch.dtype:
-        return self.wire_dtype if dtype == torch.float32 else wide_type(dtype)
+    def kind(self, array: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+        """Return the wire dtype and the device."""
+        is_float32 = array.dtype == torch.float32
+        return (self.wire_dtype or torch.float32) if is_float32 else wide_type(array.dtype), array.device
+
+    def size_on_wire_bytes(self, array: torch.Tensor) -> int:
+        """Return the size of a tensor in its wire dtype."""
+        return array.numel() * self.kind(array)[0].itemsize
+
+    def pack(self, arrays: Sequence[torch.Tensor], kind: tuple[torch.dtype, torch.device]) -> torch.Tensor:
+        """Return one flat tensor in the wire dtype with the elements of all tensors."""
+        flat = [array.reshape(-1).to(kind[0]) for array in arrays]
+        return torch.cat(flat) if len(flat) > 1 else flat[0]
+
+    def reduce(self, buckets: Iterable[torch.Tensor], names: Iterable[str]) -> Iterator[torch.Tensor]:
+        """Start the all-reduce of each bucket when it is packed; yield the sums."""
+        started = [
+            (bucket, self._ranks.start_allreduce(bucket, name))
+            for bucket, name in zip(buckets, names, strict=False)
+        ]
+        for bucket, handle in started:
+            before = perf_counter()
+            self._ranks.wait(handle)
+            self.seconds += perf_counter() - before
+            yield bucket
+
+    def unpack(self, total: torch.Tensor, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parts of a summed bucket in the types and shapes of its tensors."""
+        parts = torch.split(total, [array.numel() for array in arrays])
+        return [p.view(a.shape).to(a.dtype) for p, a in zip(parts, arrays, strict=True)]
