@@ -175,12 +175,12 @@ def _array_diff(one: Mapping[str, ArrayBlob], two: Mapping[str, ArrayBlob]) -> I
 
 
 def as_numbers(blob: ArrayBlob) -> npt.NDArray[Any] | None:
-    """Return a blob's elements as a flat array in double precision; None: NumPy has no such type (float8)."""
+    """Return a blob's elements as a flat array in double precision; None: NumPy has no such type."""
     if blob.dtype == "bfloat16":
         # bfloat16 is the upper half of float32.
         halves = np.frombuffer(blob.data, dtype=np.uint16).astype(np.uint32) << 16
         return halves.view(np.float32).astype(np.float64)
-    if blob.dtype.startswith("float8"):
+    if blob.dtype.startswith("float8") or blob.dtype == "complex32":
         return None
     is_complex = blob.dtype.startswith("complex")
     return np.frombuffer(blob.data, dtype=blob.dtype).astype(np.complex128 if is_complex else np.float64)

@@ -15,7 +15,6 @@ from horovod_train.config.schema import Health
 from horovod_train.errors import GpuError, HorovodTrainError, NcclError, PeerError
 from horovod_train.health.wait_watch import Wait, WaitWatch
 
-INTERVAL_S = 1.0
 # The rank that is the cause reports before the ranks that wait for it.
 COURTESY_S = 10.0
 NCCL_DEBUG_HINT = "NCCL_DEBUG=INFO in launch.env shows more"
@@ -33,7 +32,7 @@ class DeviceWatch(WaitWatch):
     ) -> None:
         self._world = world
         self._shutdown_s = health.stall_shutdown_s
-        super().__init__(self._wait, health, warn, end, INTERVAL_S)
+        super().__init__(self._wait, health, warn, end)
 
     def _wait(self) -> Wait | None:
         work, since_s = self._world.waiting_in, self._world.waiting_since_s

@@ -9,6 +9,9 @@ from threading import Event, Thread
 from horovod_train.config.schema import Health
 from horovod_train.errors import HorovodTrainError
 
+INTERVAL_S = 0.5
+"""Time between two checks for a wait."""
+
 
 @dataclass(frozen=True)
 class Wait:
@@ -35,7 +38,6 @@ class WaitWatch:
         health: Time after which to warn.
         warn: Prints a warning.
         end: Ends this process with an error, because the main thread is blocked.
-        interval_s: Time between two calls of ``current_wait``, in seconds.
     """
 
     def __init__(
@@ -44,10 +46,9 @@ class WaitWatch:
         health: Health,
         warn: Callable[[str], None],
         end: Callable[[HorovodTrainError], None],
-        interval_s: float = 0.5,
     ) -> None:
         self._current_wait = current_wait
-        self._interval_s = interval_s
+        self._interval_s = INTERVAL_S
         self._warning_s = health.stall_warning_s
         self._warn = warn
         self._end = end

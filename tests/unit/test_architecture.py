@@ -19,7 +19,7 @@ ROOMS = {
     "system": {"errors"},
     "checks.consistency": set(),
     "registry": {"errors"},
-    "events": {"system", "__init__"},
+    "events": {"errors", "system", "__init__"},
     "config": BASICS,
     "lr": BASICS | {"config"},
     "data": BASICS | {"config"},

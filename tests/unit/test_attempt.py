@@ -380,7 +380,7 @@ class TestCancel:
     @pytest.mark.parametrize(
         ("how", "expected"),
         [
-            ("drain", [signal.SIGUSR1, signal.SIGCONT]),
+            ("drain", [signal.SIGUSR2, signal.SIGCONT]),
             ("stop", [signal.SIGTERM, signal.SIGCONT]),
             ("kill", [signal.SIGTERM, signal.SIGTERM, signal.SIGCONT]),
         ],

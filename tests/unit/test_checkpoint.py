@@ -29,7 +29,7 @@ from horovod_train.checkpoint.arrays import (
 )
 from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.inspect import (
-    as_float64,
+    as_numbers,
     describe,
     describe_row,
     differences,
@@ -431,6 +431,31 @@ class TestManager:
         assert list(tmp_path.glob("step-*")) == []
         assert list(tmp_path.glob(".writing-*")) == []
 
+    def test_a_last_checkpoint_whose_write_in_the_background_failed_is_written_again(
+        self, tmp_path, monkeypatch
+    ):
+        checkpoints = CheckpointManager(
+            tmp_path, Checkpoint(background=True), SingleRank(), {}, lambda _: None
+        )
+        arguments = {
+            "take_state": lambda copy: state(),
+            "rng": b"",
+            "progress": {**PROGRESS, "step": 1},
+            "summary": {"epochs": 1.0, "metrics": {}, "unix_time_s": 0.0},
+        }
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            checkpoints.save(1, **arguments)
+            checkpoints._collect_all()
+        checkpoints.save(1, wait=True, **arguments)
+        checkpoints.close()
+
+        assert names(tmp_path) == [1]
+
 
 def signed(folder, change):
     """Change the manifest as a forger would: with a checksum that fits."""
@@ -701,7 +726,7 @@ class TestInspection:
     def test_bfloat16_is_understood(self):
         halves = (np.array([1.5, -2.0], dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
-        assert as_float64(ArrayBlob("bfloat16", (2,), halves.tobytes())).tolist() == [1.5, -2.0]
+        assert as_numbers(ArrayBlob("bfloat16", (2,), halves.tobytes())).tolist() == [1.5, -2.0]
 
 
 leaves = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text()
@@ -985,9 +1010,11 @@ class TestAFolder:
             "model.d: only in the second",
         ]
 
-    def test_numbers_that_numpy_does_not_know_are_compared_as_bytes(self):
-        assert as_float64(ArrayBlob("float8_e5m2", (2,), b"\x01\x02")).tolist() == [1.0, 2.0]
-        assert as_float64(ArrayBlob("complex32", (1,), b"\x01\x02\x03\x04")).tolist() == [1, 2, 3, 4]
+    def test_types_that_numpy_does_not_know_have_no_numbers(self):
+        assert as_numbers(ArrayBlob("float8_e5m2", (2,), b"\x01\x02")) is None
+        assert as_numbers(ArrayBlob("complex32", (1,), b"\x01\x02\x03\x04")) is None
+        pair = np.array([3 + 4j], np.complex64)
+        assert np.abs(as_numbers(ArrayBlob("complex64", (1,), pair.tobytes()))).tolist() == [5.0]
 
 
 def test_what_one_rank_cannot_read_is_an_error_on_all(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from horovod_train.config.schema import Health
 from horovod_train.data.waiting import WAITING, timed
-from horovod_train.health import data_watch as module
+from horovod_train.health import wait_watch
 from horovod_train.health.data_watch import DataWatch
 
 
@@ -26,7 +26,7 @@ QUICK = Health(stall_warning_s=0.2, stall_shutdown_s=0.6)
 
 @pytest.fixture(autouse=True)
 def looks_are_quick(monkeypatch):
-    monkeypatch.setattr(module, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(wait_watch, "INTERVAL_S", 0.05)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from horovod_train.checks import host_details
 from horovod_train.checks.finding import Finding, report
 from horovod_train.checks.host_details import EngineFacts, Gpu, HostDetails, cells_of, examine_host
 from horovod_train.checks.hosts import clock, examine
-from horovod_train.doctor.network import AllreduceBenchmark, History, judge
+from horovod_train.doctor.network import AllreduceBenchmark, History, compare, judge
 from horovod_train.events.types import AllreduceTime, PairTime
 from horovod_train.launch.hosts.agent import HostActions
 from horovod_train.launch.hosts.host_group import result_of
@@ -206,6 +206,18 @@ class TestNetwork:
         (entry,) = History(["b:1", "a:1"], "mpi").read()
         assert entry["bytes_per_s"] == pytest.approx((1 << 26) / 0.1)
         assert History(["a:1", "b:1"], "gloo").read() == []
+
+    def test_survives_a_line_that_was_not_written_completely(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        history = History(["a:1"], "mpi")
+        history.add(MEASURED)
+        (file,) = tmp_path.rglob("*.jsonl")
+        broken = '{"unix_time_s": 1.0, "bytes_\n{"bytes_per_s": 0.0, "unix_time_s": 1.0}\n'
+        file.write_text(broken + file.read_text())
+
+        (entry,) = history.read()
+
+        assert [found.level for found in compare(entry["bytes_per_s"], history.read())] == ["ok"]
 
 
 def test_this_machine_can_be_read(tmp_path):

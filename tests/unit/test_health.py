@@ -14,10 +14,11 @@ from support.worlds import Board, ThreadCommunicator, on_ranks
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.checkpoint.holders import keyed
+from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.log import Collective, DeviceWork
 from horovod_train.config.schema import Health
 from horovod_train.errors import DesyncError, GpuError, NumericError, PeerError
-from horovod_train.health import device_watch, heartbeat, join_watch
+from horovod_train.health import device_watch, heartbeat, join_watch, wait_watch
 from horovod_train.health.desync import check_before_saving, check_replicas_identical, digest
 from horovod_train.health.device_watch import DeviceWatch
 from horovod_train.health.finite import FiniteGuard
@@ -136,6 +137,14 @@ class TestBeforeSaving:
 
         assert all(isinstance(error, DesyncError) for error in on_ranks(2, rank))
 
+    def test_equal_bytes_of_another_type_or_shape_are_a_difference(self):
+        other = {"a": ArrayBlob("int32", (1,), np.float32([1]).tobytes())}
+
+        def rank(world):
+            check_before_saving(world, replace(state(a=1), model=other) if world.rank else state(a=1), 7)
+
+        assert all(isinstance(error, DesyncError) for error in on_ranks(2, rank))
+
     def test_ranks_that_differ_are_named_and_not_saved(self):
         def rank(world):
             check_before_saving(world, state(a=1, b=3 if world.rank == 2 else 2), 7)
@@ -166,6 +175,12 @@ class TestGuard:
             assert error.exit_code == 3
             assert "step 2: the loss is nan because of rank 1" in str(error)
 
+    def test_an_overflow_of_the_sum_is_no_ranks_fault(self):
+        guard = FiniteGuard(Health(), SingleRank(), scaler_skips=False)
+
+        with pytest.raises(NumericError, match="because of an overflow in the sum over ranks"):
+            guard.check(1, is_finite=False, loss=math.inf, local_loss=1e38)
+
     def test_skips_when_allowed_until_it_is_too_often(self):
         health = Health(non_finite="skip", max_skipped_steps=2)
 
@@ -181,7 +196,7 @@ class TestGuard:
         for error in self.run(Health(), [1.0, math.nan]):
             assert (
                 error.hint
-                == "lower base_lr, set clip_grad_norm, or leave such steps out with non_finite: skip"
+                == "lower base_lr, set clip_grad_norm, or skip such steps with health.non_finite: skip"
             )
 
     def test_a_loss_scaler_may_look_for_its_scale(self):
@@ -197,7 +212,7 @@ class TestJoining:
 
     @pytest.fixture(autouse=True)
     def looks_are_quick(self, monkeypatch):
-        monkeypatch.setattr(join_watch, "INTERVAL_S", 0.05)
+        monkeypatch.setattr(wait_watch, "INTERVAL_S", 0.05)
         monkeypatch.setattr(join_watch, "MIN_SHUTDOWN_S", 0.1)
 
     def join(self, takes_s, health=QUICK, until=lambda told, ended: False):
@@ -395,7 +410,7 @@ class TestTheDevice:
 
     @pytest.fixture(autouse=True)
     def looks_are_quick(self, monkeypatch):
-        monkeypatch.setattr(device_watch, "INTERVAL_S", 0.1)
+        monkeypatch.setattr(wait_watch, "INTERVAL_S", 0.1)
         monkeypatch.setattr(device_watch, "COURTESY_S", 0.3)
 
     def watch(self, blocking, phase, until=lambda told, ended: ended):
@@ -427,7 +442,7 @@ class TestTheDevice:
         told, ended = self.watch(lambda wait: wait(), "allreduce_wait")
 
         assert "this rank's GPU has waited in an all-reduce" in told[0]
-        assert "another rank's GPU has not come to it, or the network" in told[0]
+        assert "another rank's GPU has not started it, or the network" in told[0]
         assert isinstance(ended[0], PeerError)
         assert ended[0].cause == "nccl"
 

@@ -19,6 +19,7 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError
 from horovod_train.frameworks.torch.strategies.local_sgd import LocalSgd
+from horovod_train.frameworks.torch.strategies.outer import Outer
 from horovod_train.health.desync import fingerprints
 from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.checkpoints import SaveCheckpoints
@@ -389,3 +390,15 @@ class TestWhatItRefuses:
 
         for error in self.refused(differ):
             assert "different settings or state" in str(error)
+
+
+def test_an_outer_optimizer_goes_on_after_a_parameter_has_left_the_optimizer():
+    outer = Outer(lr=1.0, momentum=0.0, nesterov=False)
+    outer.record({"stays": torch.ones(1), "leaves": torch.ones(1)})
+    outer.step("stays", torch.full((1,), 2.0))
+    outer.reset()
+
+    outer.record({"stays": torch.full((1,), 2.0)})
+
+    assert outer.step("stays", torch.full((1,), 3.0)).item() == 3.0
+    assert list(outer.momenta) == ["stays"]

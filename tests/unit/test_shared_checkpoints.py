@@ -284,7 +284,7 @@ class TestWriters:
             assert on_ranks(3, rank) == [None] * 3
 
         assert store.list_checkpoints(tmp_path) == []
-        assert "rank 2 did not write: training has ended" in caplog.text
+        assert "rank 2 did not write: no result within the time after the end of training" in caplog.text
 
     def test_a_folder_that_cannot_be_made_is_told_and_nobody_waits(self, tmp_path, monkeypatch):
         def refuse(folder):

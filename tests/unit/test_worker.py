@@ -22,9 +22,26 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, PeerError, PreemptedError, UserError, WorldError
 from horovod_train.events.file import read_events
+from horovod_train.events.types import Stalled
+from horovod_train.frameworks.torch.comm.watch import log_stalled
 from horovod_train.registry import Registry
 from horovod_train.training.hooks.preemption import PreemptionRequest
 from horovod_train.worker import WorkerOptions, run_rank
+
+
+def test_a_warning_with_an_event_is_reported_as_the_event():
+    told = Told()
+    log = logging.getLogger("horovod_train.frameworks.torch.comm.watch")
+    handler = worker._ReporterHandler(told.reporter)
+    log.addHandler(handler)
+
+    log_stalled(Stalled(collective="torch.distributed gloo:all_reduce", absent_ranks=[1], seconds=61.0))
+    log.warning("something else")
+    log.removeHandler(handler)
+
+    stalled, notice = told.events()
+    assert stalled["absent_ranks"] == [1]
+    assert notice["text"] == "something else"
 
 
 class OnThreads(NumpyFramework):

@@ -304,7 +304,7 @@ class Cluster:
                 self.namespace,
                 follow=follow,
                 _preload_content=False,
-                _request_timeout=(self._timeout_s, None if follow else self._timeout_s),
+                _request_timeout=None if follow else self._timeout_s,
             ),
         )
         buffer, number = b"", 0
