@@ -1,7 +1,7 @@
-"""One package per framework: the only places that import them.
+"""Frameworks, one package each. Modules of this folder itself import no framework.
 
-Files have the same names in all of them: ``framework`` makes everything for a job, ``task`` is what a user
-brings, ``replica`` the training step, ``collectives`` the ranks, ``exchange`` the sum of lists of tensors
-over them. Next to these lie what is the framework's own, and what it adds to a script of a user's own. What
-several of them need lies here.
+The packages have files of the same names: ``framework`` creates the objects of a job, ``task`` declares the
+interface of a task, ``replica`` contains the training step, ``collectives`` the communicator, ``exchange``
+the sum of lists of arrays over ranks. Other files are for one framework only, or for users' own scripts.
+Modules in this folder are used by several frameworks.
 """

@@ -1,4 +1,4 @@
-"""NumPy arrays as checkpoints keep them, and what ranks do with arrays that are no gradients."""
+"""NumPy arrays in checkpoints, and collectives for arrays that are not gradients."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Array = npt.NDArray[Any]
 
 
 def to_blob(array: Array) -> ArrayBlob:
-    """Return an array's elements as bytes; they may still change with it."""
+    """Return an array as bytes, which may share memory with the array."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return ArrayBlob(array.dtype.name, tuple(array.shape), flat.data)
 
 
 def from_blob(blob: ArrayBlob) -> Array:
-    """Return a new array with a blob's elements."""
+    """Return a new array with the elements of a blob."""
     return np.frombuffer(bytearray(blob.data), numpy_dtype(blob.dtype)).reshape(blob.shape)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return NumPy's type of a name, also for the types that frameworks have added to it."""
+    """Return NumPy's dtype of a name, including dtypes that ``ml_dtypes`` adds, such as bfloat16."""
     try:
         return np.dtype(name)
     except TypeError:
@@ -37,28 +37,24 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def sum_over_ranks(world: Communicator, array: Array) -> Array:
-    """Return the sum of an array over ranks, taken in double precision."""
+    """Return the sum of an array over ranks, computed in double precision."""
     total = world.allreduce_sum(array.astype(np.float64).ravel().tolist())
     return np.array(total).astype(array.dtype).reshape(array.shape)
 
 
 def mean_over_ranks(world: Communicator, array: Array) -> Array:
-    """Return the mean of an array over ranks, taken in double precision."""
+    """Return the mean of an array over ranks, computed in double precision."""
     return sum_over_ranks(world, array.astype(np.float64) / world.size).astype(array.dtype)
 
 
 def from_rank_0(world: Communicator, array: Array) -> Array:
-    """Return rank 0's array."""
+    """Return rank 0's array; all ranks pass arrays of the same shape and dtype."""
     mine = bytes(to_blob(array).data) if world.rank == 0 else b""
     return from_blob(ArrayBlob(array.dtype.name, tuple(array.shape), world.allgather(mine)[0]))
 
 
 def check_same_layout(world: Communicator, arrays: Mapping[str, Array]) -> None:
-    """Check that all ranks have arrays of the same names, shapes and types.
-
-    Raises:
-        UserError: Ranks have made different models.
-    """
+    """Raise UserError unless all ranks have arrays of the same names, shapes and dtypes. Collective."""
     mine = [[name, list(array.shape), array.dtype.name] for name, array in arrays.items()]
     layouts = allgather_json(world, mine)
     for rank, layout in enumerate(layouts):
@@ -72,11 +68,7 @@ def check_same_layout(world: Communicator, arrays: Mapping[str, Array]) -> None:
 
 
 def check_same_optimizer(state: ReplicaState, optimizer: object) -> None:
-    """Check that a checkpoint was trained with an optimizer of the same class.
-
-    Raises:
-        CheckpointError: It was not.
-    """
+    """Raise CheckpointError unless a checkpoint was trained with an optimizer of the same class."""
     trained_with = state.optimizer_tree["class"]
     if trained_with != type(optimizer).__name__:
         raise CheckpointError(
@@ -86,15 +78,10 @@ def check_same_optimizer(state: ReplicaState, optimizer: object) -> None:
 
 
 def check_fits(shapes: Mapping[str, tuple[int, ...]], blobs: Mapping[str, ArrayBlob], what: str) -> None:
-    """Check that what a checkpoint holds has the names and shapes that are here.
-
-    Args:
-        shapes: Those that are here.
-        blobs: Those of the checkpoint.
-        what: Names them for a person: model, optimizer.
+    """Check that the arrays of a checkpoint have the expected names and shapes.
 
     Raises:
-        CheckpointError: Names or shapes differ.
+        CheckpointError: Names or shapes differ; the message contains ``what``: model or optimizer.
     """
     saved = {name: tuple(blob.shape) for name, blob in blobs.items()}
     different = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
@@ -108,7 +95,7 @@ def check_fits(shapes: Mapping[str, tuple[int, ...]], blobs: Mapping[str, ArrayB
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Return names with a number behind each that is not the first of its kind.
+    """Return names, with a number appended to each repeated name.
 
     >>> unique_names(["w", "b", "w"])
     ['w', 'b', 'w.1']

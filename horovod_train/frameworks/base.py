@@ -1,7 +1,7 @@
 """Interface between the training loop and frameworks. The loop imports no framework.
 
-A framework provides a ``Replica``: the model and optimizer of this rank, which performs optimizer
-steps and converts its state to plain arrays.
+A framework provides a ``Replica``: the model and optimizer of this rank, which performs optimizer steps and
+converts its state to plain arrays.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ from horovod_train.events.types import WAIT_PHASE
 
 @dataclass(slots=True)
 class StepClock:
-    """Splits the wall time of a step into phases. Phases that cannot be measured are absent.
-
-    Attributes:
-        seconds: Time of each phase.
-    """
+    """Clock that splits a step's wall time into phases. Phases that cannot be measured are absent."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _last: float = field(default_factory=perf_counter)
@@ -41,12 +37,12 @@ class StepClock:
 
     @property
     def total_s(self) -> float:
-        """Time from the start to the last lap."""
+        """Seconds from the start to the last lap."""
         return self._last - self._begun
 
     @property
     def own_s(self) -> float | None:
-        """Time without waiting for the all-reduce; None: unknown."""
+        """Seconds without the wait for the all-reduce; None: unknown."""
         wait_s = self.seconds.get(WAIT_PHASE)
         return None if wait_s is None else self.total_s - wait_s
 
@@ -60,7 +56,7 @@ class StepClock:
         """Wait for the device, if this clock requires it; no effect on a CPU."""
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Move a part of a phase's time, measured elsewhere, to another phase."""
+        """Move seconds that were measured elsewhere from one phase to another."""
         self.seconds[source] -= seconds
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds
 
@@ -70,16 +66,15 @@ class StepOutcome:
     """Result of one optimizer step.
 
     Attributes:
-        loss: Mean loss over the samples of the step, over all ranks: equal on every rank.
+        loss: Mean loss over the samples of the step on all ranks; equal on every rank.
         local_loss: This rank's contribution to that mean: the sum of share x loss.
-        is_finite: False: loss or gradient was not finite, and the weights were not updated.
+        is_finite: False: the loss or a gradient was not finite, and the weights were not updated.
         clock: Time of each phase.
         numbers: Further numbers of the step by name; None: not computed. Among them are ``grad_norm`` (L2
             norm of the global gradient before clipping), ``sent_bytes`` (bytes that this rank passed to
             collectives) and ``flops`` (operations of its forward and backward passes). A metric of the
             catalog names the number that it exports.
-        was_executed: False: this step was enqueued before a preceding step stopped training; it
-            changed nothing.
+        was_executed: False: the step was enqueued before another one stopped training; it had no effect.
     """
 
     loss: float
@@ -107,11 +102,7 @@ class Reading(Protocol):
     """A future of a step's outcome. A ``StepOutcome`` is a completed one."""
 
     def outcome(self) -> StepOutcome:
-        """Wait for the outcome, and return it.
-
-        Raises:
-            PeerError: Another rank was lost.
-        """
+        """Wait for the outcome, and return it; raise PeerError if another rank was lost."""
         ...
 
     def is_ready(self) -> bool:
@@ -122,8 +113,8 @@ class Reading(Protocol):
 class Dataset(Protocol):
     """Dataset that a task's ``train_data()`` returns.
 
-    Two optional methods are used if defined: ``__getitems__(indices)`` reads several samples at once,
-    ``collate(samples)`` joins them into a batch.
+    Two methods are optional: ``__getitems__(indices)`` reads several samples at once, ``collate(samples)``
+    joins them into a batch.
     """
 
     def __len__(self) -> int:
@@ -140,18 +131,12 @@ class Replica(Protocol):
 
     @property
     def lag_steps(self) -> int:
-        """Number of steps by which reading an outcome is delayed; equal on every rank.
-
-        0: outcomes are available immediately.
-        """
+        """Number of steps by which outcomes are read later; equal on every rank. 0: immediately."""
         ...
 
     @property
     def replicas_identical(self) -> bool:
-        """Whether all ranks have identical weights and optimizer state now.
-
-        Always true after a planned step with ``is_last``.
-        """
+        """Whether weights and optimizer state are equal on all ranks; true after a step with ``is_last``."""
         ...
 
     @property
@@ -161,11 +146,11 @@ class Replica(Protocol):
 
     @property
     def passes_are_collective(self) -> bool:
-        """Whether forward passes contain collectives: all ranks run equally many, also in evaluations."""
+        """Whether forward passes contain collectives; then all ranks must run the same number of passes."""
         ...
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Reading:
-        """Perform one optimizer step with this rank's share of its samples.
+        """Perform one optimizer step with this rank's part of its samples.
 
         A non-finite step is skipped immediately; its outcome may become available after later steps.
 
@@ -175,11 +160,7 @@ class Replica(Protocol):
         ...
 
     def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
-        """Return (sum, count) of each metric over this rank's batches.
-
-        Args:
-            batches: Number of samples and batch, of each micro-batch.
-        """
+        """Return (sum, count) of each metric over this rank's batches, pairs (number of samples, batch)."""
         ...
 
     def sync_buffers(self) -> None:
@@ -195,11 +176,7 @@ class Replica(Protocol):
         ...
 
     def load_state(self, state: ReplicaState) -> None:
-        """Load a state.
-
-        Raises:
-            CheckpointError: The state belongs to another model or optimizer.
-        """
+        """Load a state; raise CheckpointError if it belongs to another model or optimizer."""
         ...
 
     def rank_state(self) -> Mapping[str, ArrayBlob]:
@@ -219,7 +196,7 @@ class Replica(Protocol):
         ...
 
     def device_name(self) -> str:
-        """Return a readable name of the model's device."""
+        """Return a human-readable name of the model's device."""
         ...
 
     def num_parameters(self) -> int:
@@ -228,7 +205,7 @@ class Replica(Protocol):
 
 
 class IdenticalReplica:
-    """Defaults for replicas that are identical after each step, with immediate outcomes."""
+    """Base class of replicas that are identical after each step and return outcomes immediately."""
 
     lag_steps = 0
     replicas_identical = True
@@ -236,18 +213,18 @@ class IdenticalReplica:
     passes_are_collective = False
 
     def rank_state(self) -> Mapping[str, ArrayBlob]:
-        """Return nothing: no rank has its own state."""
+        """Return an empty mapping: no state is specific to a rank."""
         return {}
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
-        """Do nothing."""
+        """Do nothing: no state is specific to a rank."""
 
 
 class Reader(Protocol):
-    """Reads a dataset in a given order."""
+    """Reader of a dataset in a given order."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         ...
 
     def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
@@ -256,7 +233,7 @@ class Reader(Protocol):
 
 
 class Bridge(Protocol):
-    """Interface of a run for a framework's own training loop (see ``training/bridge.py``)."""
+    """Interface of a run for the training loop of a framework (see ``training/bridge.py``)."""
 
     @property
     def is_done(self) -> bool:
@@ -265,7 +242,7 @@ class Bridge(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Epochs completed."""
+        """Number of completed epochs."""
         ...
 
     @property
@@ -280,7 +257,7 @@ class Bridge(Protocol):
 
     @property
     def wants_norm(self) -> bool:
-        """Whether the next step computes the gradient norm."""
+        """Whether the next step must compute the gradient norm."""
         ...
 
     @property
@@ -309,7 +286,7 @@ class Bridge(Protocol):
         ...
 
     def before_last_callbacks(self) -> None:
-        """Called after the last step, before end-of-training callbacks, which may change weights."""
+        """Record the weights after the last step; end-of-training callbacks follow, which may change them."""
         ...
 
     def end(self) -> None:
@@ -326,10 +303,7 @@ class HasDevice(Protocol):
         ...
 
     def device_memory(self) -> tuple[int, int | None, int] | None:
-        """Return allocated bytes, reserved bytes (None: unknown), and peak allocated bytes.
-
-        None: no GPU.
-        """
+        """Return allocated, reserved (None: unknown) and peak allocated bytes; None: no GPU."""
         ...
 
 
@@ -338,7 +312,7 @@ class ExplainsErrors(Protocol):
     """A framework that translates errors of its device."""
 
     def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
-        """Return an error with cause and hint for a raised one; None: keep the original."""
+        """Return an error with cause and hint for an exception; None: the exception is raised unchanged."""
         ...
 
 
@@ -359,15 +333,15 @@ class HasGenerators(Protocol):
 
 
 class Framework(HasGenerators, Protocol):
-    """Creates replica and readers of one job, and connects its ranks.
+    """A framework, for one job: initializes Horovod, and creates the replica and the readers.
 
-    A framework with its own loop also has a method ``fit(bridge)``, which trains to the end of
-    the job; the others use ``training/loop.py``. A framework may also implement ``HasDevice`` and
+    A framework with its own training loop also has a method ``fit(bridge)``, which trains to the end of the
+    job. The others use ``training/loop.py``. A framework may also implement ``HasDevice`` and
     ``ExplainsErrors``.
     """
 
     def connect(self, job: Job) -> Communicator:
-        """Join the ranks of this launch; return a world of size 1 for a single process.
+        """Initialize Horovod, and return the communicator; of one rank, if this process was started alone.
 
         Raises:
             EngineError: The process is one of several ranks, and Horovod cannot be initialized.
@@ -375,9 +349,7 @@ class Framework(HasGenerators, Protocol):
         ...
 
     def prepare(self, job: Job, mesh: Mesh) -> tuple[Replica, Reader, Reader | None]:
-        """Return this rank's replica and the readers of training and evaluation data.
-
-        A replica performs its steps together with the ranks of ``mesh.data``.
+        """Return the replica, whose steps are collective over ``mesh.data``, and readers of both data sets.
 
         Raises:
             UserError: The task or the optimizer cannot be created.
@@ -388,14 +360,8 @@ class Framework(HasGenerators, Protocol):
 def add_metric(sums: dict[str, tuple[float, int]], name: str, value: Any, num_samples: int) -> None:
     """Add a batch's value of a metric to its (sum, count).
 
-    A metric with one value per sample is summed. A scalar is the mean of the batch
-    and weighted by the batch's samples. A pair is a sum and a count.
-
-    Args:
-        sums: (sum, count) of each metric so far; updated in place.
-        name: The metric.
-        value: An array, shape [batch] or [], or a pair of numbers.
-        num_samples: Samples of the batch.
+    An array of shape [batch] is summed. A scalar is the mean over the batch, and is multiplied by the number
+    of samples. A pair contains a sum and a count. ``sums`` is updated in place.
 
     Raises:
         UserError: The value has another shape.
@@ -417,7 +383,7 @@ def add_metric(sums: dict[str, tuple[float, int]], name: str, value: Any, num_sa
 
 
 def explained_by(framework: object, job: Job, rank: int) -> AbstractContextManager[None]:
-    """Return a context that translates exceptions, if the framework explains them."""
+    """Return a context that translates exceptions, if the framework implements ``ExplainsErrors``."""
     return translated(
         lambda error: framework.explain(error, job, rank) if isinstance(framework, ExplainsErrors) else None
     )

@@ -1,32 +1,32 @@
-"""Which gradients travel together.
+"""Assignment of gradients to buckets.
 
-Small gradients are copied into one flat piece of memory, a bucket, and are one all-reduce: messages
-cost. A large one travels alone, from where it lies: copying it would cost more than the message. The
-layout follows from the order, types and sizes of the gradients alone, so the order of every addition
-is the same in every run.
+Small gradients are copied into one contiguous buffer, a bucket, which one all-reduce sums, because each
+message has a fixed cost. A large gradient is sent alone, from its own memory, because its copy would cost
+more than the message. Buckets depend only on the order, dtypes and sizes of the gradients, so the order of
+additions is the same in every run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-ALONE = 8  # a gradient of at least limit / ALONE is not copied
+ALONE = 8  # a gradient of at least limit_bytes / ALONE is sent alone
 
 
 def plan_buckets(
     kinds: Sequence[Hashable], sizes_bytes: Sequence[int], limit_bytes: int, *, in_a_row: bool = False
 ) -> list[list[int]]:
-    """Return the members of each bucket, by their places; the last gradient comes first.
+    """Return the indices of the gradients of each bucket, in reverse order of the gradients.
 
-    Backward makes gradients from the last layer to the first, so buckets fill in about this order.
-    A bucket is sent when its last member is there; what travels alone does not end the one being filled.
+    Backward computes gradients from the last layer to the first, so buckets are completed in about this
+    order. A gradient that is sent alone does not close the bucket that is being filled.
 
     Args:
-        kinds: What the members of a bucket have in common, such as (type, device).
+        kinds: Property that all gradients of a bucket have in common, such as (dtype, device).
         sizes_bytes: Size of each gradient.
-        limit_bytes: A bucket that has reached this size takes no more.
-        in_a_row: Buckets leave while backward runs: they hold gradients that are made one after the other,
-            large ones too, which lie in their bucket.
+        limit_bytes: Size at which a bucket is closed.
+        in_a_row: A bucket contains only consecutive gradients, including large ones, so that it can be sent
+            while backward runs.
 
     >>> plan_buckets(["a", "a", "b", "a"], [1, 1, 1, 1], 10)
     [[3, 1, 0], [2]]
@@ -36,7 +36,7 @@ def plan_buckets(
     [[3], [2], [1], [0]]
     """
     buckets: list[list[int]] = []
-    filling: dict[Hashable, tuple[list[int], int]] = {}  # by kind: the bucket that takes more, its bytes
+    filling: dict[Hashable, tuple[list[int], int]] = {}  # by kind: the open bucket and its size
     for place in reversed(range(len(kinds))):
         size_bytes = sizes_bytes[place]
         if size_bytes * ALONE >= limit_bytes and not in_a_row:
@@ -46,7 +46,7 @@ def plan_buckets(
         if not bucket:
             buckets.append(bucket)
         if in_a_row:
-            filling.clear()  # another kind ends the bucket before
+            filling.clear()  # a gradient of another kind closes the preceding bucket
         bucket.append(place)
         if filled_bytes + size_bytes < limit_bytes:
             filling[kinds[place]] = bucket, filled_bytes + size_bytes

@@ -1,7 +1,7 @@
 """Callbacks of a task in the training loop of Keras, Lightning or Transformers.
 
-Their state is saved with each checkpoint and loaded when the job resumes. A callback that does what the job
-itself does is refused; state that cannot be saved is named before training starts.
+Their state is saved in each checkpoint and loaded when the job resumes. State that cannot be saved is
+reported before training starts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from horovod_train.frameworks.refused_callbacks import PACKAGES
 
 log = logging.getLogger(__name__)
 OWN_STATE = "@callbacks/"
-"""Prefix of their arrays among those that each rank saves for itself."""
+"""Prefix of the names of their arrays in the state that is specific to a rank."""
 SET_BY_KERAS = {"params"}
 TREE = f"{OWN_STATE}tree"
 LIBRARIES = {"torch", "tensorflow", "jax", "logging"}.union(*PACKAGES.values())
-"""Packages of objects that a callback refers to, and that are not state of the callback."""
+"""Packages whose objects are not state of the callback that refers to them."""
 
 
 def attributes_of(callback: object) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def attributes_of(callback: object) -> dict[str, Any]:
 
 
 def unsaved_attributes(callback: object) -> dict[str, str]:
-    """Return the type of each attribute that may change in training and that ``attributes_of`` leaves out."""
+    """Return the type of each attribute that may be state and that ``attributes_of`` omits, by name."""
     return {
         name: type(value).__name__
         for name, value in vars(callback).items()
@@ -48,7 +48,7 @@ def unsaved_attributes(callback: object) -> dict[str, str]:
 
 
 def report_unsaved(callbacks: Iterable[object], world: Communicator) -> None:
-    """Name the attributes of callbacks that are not saved, once for all ranks."""
+    """Log the attributes of callbacks that are not saved, on rank 0."""
     found = [
         f"{type(callback).__name__}.{name} (a {kind})"
         for callback in callbacks
@@ -59,9 +59,9 @@ def report_unsaved(callbacks: Iterable[object], world: Communicator) -> None:
 
 
 def named(callbacks: Iterable[object]) -> Iterator[tuple[str, Any]]:
-    """Yield each callback with a name that it has in the next run as well: its class, and which of them.
+    """Yield each callback with a name that is the same in the next run: its class and a number per class.
 
-    Callbacks of Lightning have a ``state_key``, such as the class and the metric that it monitors.
+    For callbacks of Lightning, ``state_key`` replaces the class, such as the class and the monitored metric.
     """
     counts: Counter[str] = Counter()
     for callback in callbacks:
@@ -71,11 +71,11 @@ def named(callbacks: Iterable[object]) -> Iterator[tuple[str, Any]]:
 
 
 class CallbackState:
-    """State of callbacks, on its way into a checkpoint and out of one.
+    """State of callbacks in checkpoints.
 
     Attributes:
         take: Returns the state by callback, as nested containers of numbers, text and arrays. The framework
-            sets it when its callbacks are known.
+            sets it when its callbacks have been created.
     """
 
     def __init__(self, world: Communicator) -> None:
@@ -84,11 +84,7 @@ class CallbackState:
         self._loaded: dict[str, Any] = {}
 
     def rank_state(self) -> dict[str, ArrayBlob]:
-        """Return the state as arrays.
-
-        Raises:
-            CheckpointError: A callback returns objects that are neither data nor arrays.
-        """
+        """Return the state as arrays; raise CheckpointError if it contains objects other than data."""
         state = {name: each for name, each in self.take().items() if each}
         if not state:
             return {}
@@ -97,7 +93,7 @@ class CallbackState:
         return {TREE: to_blob(text)} | {f"{OWN_STATE}{name}": to_blob(each) for name, each in arrays.items()}
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
-        """Hold this rank's state until callbacks ask for it; a rank that had none loads that of rank 0."""
+        """Store this rank's state for ``loaded``; a rank that did not save a state uses that of rank 0."""
         blobs = (
             dict(of_ranks[self._world.rank if self._world.rank < len(of_ranks) else 0]) if of_ranks else {}
         )
@@ -110,11 +106,11 @@ class CallbackState:
         self._loaded = {} if text is None else unpack_tree(json.loads(bytes(text.data)), arrays)
 
     def loaded(self, name: str) -> Any:
-        """Return the loaded state of one callback; None: there is none, or it was returned before."""
+        """Return and remove the loaded state of a callback; None: no state is stored."""
         return self._loaded.pop(name, None)
 
     def report_unused(self) -> None:
-        """Name the callbacks whose state was loaded and that the task does not return any more."""
+        """Log the callbacks whose state was loaded and that the task no longer returns, on rank 0."""
         if self._loaded and self._world.rank == 0:
             log.warning(
                 "the checkpoint has state of callbacks that the task does not return any more: %s",
@@ -126,7 +122,7 @@ class CallbackState:
 class Attributes:
     """State of callbacks that have no method to return it: the attributes that training has changed.
 
-    Those that it has not changed are settings, and stay as the task has made them.
+    Unchanged attributes are settings of the task, and are not saved.
     """
 
     def __init__(self, callbacks: Iterable[object]) -> None:
@@ -138,7 +134,7 @@ class Attributes:
         }
 
     def load(self, saved: CallbackState) -> None:
-        """Set attributes as they were saved, and save them from now on."""
+        """Set attributes to their saved values, and add changed attributes to later checkpoints."""
         self.is_loaded = True
         for name, callback in self._callbacks.items():
             vars(callback).update(saved.loaded(name) or {})
@@ -146,7 +142,7 @@ class Attributes:
         saved.take = self.changed
 
     def changed(self) -> dict[str, dict[str, Any]]:
-        """Return the attributes that are not as they were in the beginning, by callback."""
+        """Return the attributes that differ from their initial values, by callback."""
         return {
             name: {
                 key: value
@@ -158,17 +154,17 @@ class Attributes:
 
 
 class SavesCallbacks:
-    """A replica whose checkpoints hold the state of callbacks; it comes before another one's class."""
+    """Mixin for replicas whose checkpoints contain the state of callbacks; must be the first base class."""
 
     callbacks: CallbackState
 
     def rank_state(self) -> Mapping[str, ArrayBlob]:
-        """Return what this rank saves for itself, the state of its callbacks included."""
+        """Return the state that is specific to this rank, including that of callbacks."""
         of_strategy: Mapping[str, ArrayBlob] = super().rank_state()  # type: ignore[misc]
         return {**of_strategy, **self.callbacks.rank_state()}
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
-        """Load what ``rank_state`` returned on each rank."""
+        """Load the result of ``rank_state`` of each rank."""
         self.callbacks.load_rank_states(of_ranks)
         super().load_rank_states(  # type: ignore[misc]
             [
@@ -179,12 +175,7 @@ class SavesCallbacks:
 
 
 class JobsLearningRate:
-    """Sets the learning rates of a step, and detects if a callback has set others.
-
-    Args:
-        read: Returns the rates that the optimizer has now.
-        write: Sets them.
-    """
+    """Setter of the job's learning rates, which detects rates that other code has set."""
 
     def __init__(self, read: Callable[[], list[float]], write: Callable[[list[float]], None]) -> None:
         self._read = read
@@ -192,11 +183,7 @@ class JobsLearningRate:
         self._last: list[float] | None = None
 
     def set(self, rates: list[float]) -> None:
-        """Set the rates of the next step.
-
-        Raises:
-            UserError: They are not those of the step before.
-        """
+        """Set the rates of the next step; raise UserError if the current rates are not those set last."""
         if self._last is not None:
             for found, expected in zip(self._read(), self._last, strict=True):
                 if not math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-30):
@@ -223,7 +210,7 @@ def _is_data(value: object) -> bool:
 
 
 def _is_tensor(value: object) -> bool:
-    # Without an import of PyTorch, which a Keras job may not have.
+    # PyTorch is not imported, because it may be missing in a Keras job.
     return type(value).__module__ == "torch" and type(value).__name__ == "Tensor"
 
 
@@ -232,13 +219,13 @@ def _is_of_a_framework(value: object) -> bool:
 
 
 def _frozen(value: object) -> object:
-    """Return a value that is equal for equal data, and does not change with it."""
+    """Return a snapshot of a value; snapshots of equal values are equal."""
     tree, arrays = pack_tree(_plain(value), lambda leaf: isinstance(leaf, np.ndarray))
     return repr(tree), {name: (each.dtype, each.shape, each.tobytes()) for name, each in arrays.items()}
 
 
 def _plain(value: Any) -> Any:
-    """Return nested state with arrays of NumPy in place of tensors, and numbers in place of its scalars."""
+    """Return nested state with NumPy arrays instead of tensors, and numbers instead of NumPy scalars."""
     if isinstance(value, dict):
         return {_plain(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

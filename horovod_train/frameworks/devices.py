@@ -1,4 +1,4 @@
-"""Which device is a rank's own."""
+"""Selection of the device of a rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def gpu_uuid(number: int) -> str:
-    """Return the identity of a GPU, given its number in this process; empty without a driver.
+    """Return the UUID of a GPU, given its index in this process; empty without a driver.
 
-    Numbers mean nothing to another process: CUDA_VISIBLE_DEVICES and containers shift them.
+    Processes may use different indices for the same GPU, because of CUDA_VISIBLE_DEVICES and containers.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -26,13 +26,13 @@ def gpu_uuid(number: int) -> str:
     device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), number):
         return ""
-    # The older call has one identity for all parts of a GPU in MIG mode.
+    # The older function returns the same UUID for all MIG instances of a GPU.
     get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     return "" if get_uuid(ctypes.byref(uuid), device) else bytes(uuid).hex()
 
 
 def gpu_name(number: int) -> str:
-    """Return the model of a GPU, given its number in this process; empty without a driver."""
+    """Return the model name of a GPU, given its index in this process; empty without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -52,22 +52,15 @@ def own_gpu(
     *,
     why_none: str = "",
 ) -> int | None:
-    """Return the number of the rank's own GPU in this process; None: the rank computes on the CPU.
+    """Return the index of this rank's GPU in this process; None: the rank computes on the CPU. Collective.
 
-    Where every rank of a host sees all its GPUs, each takes the one of its local rank. Where the
-    launcher has shown each rank another one (Slurm does), it takes that.
-
-    Args:
-        job: Says which device is wanted.
-        world: The ranks; all of them call this.
-        num_gpus: How many GPUs the framework has found in this process.
-        uuid_of: Identity of a GPU.
-        name_of: Its model.
-        why_none: Why the framework sees none, if that is known.
+    If every rank of a host sees all GPUs of the host, each rank uses the GPU with its local rank as index. If
+    the launcher shows each rank a different GPU, as Slurm does, each rank uses that GPU. ``num_gpus`` is the
+    number of GPUs that the framework has found in this process; ``why_none`` is the hint if there are none.
 
     Raises:
-        UserError: A GPU is required, and this rank has none.
-        WorldError: Some ranks have GPUs and others have none.
+        UserError: A host has fewer GPUs than ranks.
+        WorldError: A GPU is required and not found, or only some ranks have found GPUs.
     """
     if job.train.device == "cpu":
         return None
@@ -99,7 +92,7 @@ def own_gpu(
 
 
 def _report_mixed_models(world: Communicator, models: Sequence[Sequence[str]]) -> None:
-    """Warn where ranks see different GPUs: their kernels may round differently."""
+    """Log a warning if ranks have different GPU models, because their kernels may round differently."""
     if world.rank == 0 and any(names != models[0] for names in models):
         shown = [", ".join(name or "an unknown one" for name in names) for names in models]
         found = "; ".join(
@@ -114,14 +107,10 @@ def _report_mixed_models(world: Communicator, models: Sequence[Sequence[str]]) -
 
 
 def share_over_nccl(world: Communicator, gpu: str, environ: MutableMapping[str, str]) -> None:
-    """Let ranks that share a GPU exchange data: NCCL refuses two of one host, and so each has its own.
+    """Set different NCCL host IDs for ranks that share a GPU, given the UUID of this rank's GPU. Collective.
 
-    Their data then goes through a socket: right bits, and slow.
-
-    Args:
-        world: The ranks; all of them call this.
-        gpu: Which one this rank uses.
-        environ: Gets what NCCL reads when it starts.
+    NCCL refuses two ranks of one host on the same GPU. With different host IDs, it sends their data through
+    sockets: results are equal, but communication is slow. NCCL reads ``environ`` when it is initialized.
     """
     taken = allgather_json(world, [world.host, gpu])
     sharing = [rank for rank, place in enumerate(taken) if place == taken[world.rank]]
@@ -139,10 +128,10 @@ def share_over_nccl(world: Communicator, gpu: str, environ: MutableMapping[str, 
 
 
 def choose_gpu(world: Communicator, seen: Sequence[Sequence[str]], num_gpus: int, *, share: bool) -> int:
-    """Return the number of this rank's GPU, given what each rank of its host sees.
+    """Return the index of this rank's GPU, given the GPUs that each rank of its host sees.
 
     Raises:
-        UserError: There are fewer GPUs than ranks.
+        UserError: The host has fewer GPUs than ranks.
     """
     everyone_sees_all = all(set(gpus) == set(seen[0]) for gpus in seen)
     if not everyone_sees_all and sum(map(len, seen)) == len({gpu for gpus in seen for gpu in gpus}):

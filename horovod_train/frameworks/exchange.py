@@ -24,7 +24,7 @@ def name_of_exchange(gradients: Sequence[Any]) -> str:
 
 @dataclass
 class Exchange(ABC):
-    """Sums lists of a framework's arrays over ranks: small arrays are packed into buckets.
+    """Sum of lists of a framework's arrays over ranks; small arrays are packed into buckets.
 
     A subclass packs and reduces the arrays of one framework.
 
@@ -46,8 +46,8 @@ class Exchange(ABC):
     def sum(self, arrays: Sequence[Any], name: str = "gradients") -> list[Any]:
         """Return the elementwise sums over ranks, in the types and shapes of the arrays.
 
-        Collective: all ranks pass arrays of the same shapes in the same order. The arrays may be
-        overwritten: a sum may share memory with its array.
+        Collective: all ranks pass arrays of the same shapes in the same order. The arrays may be overwritten:
+        a sum may share memory with its array.
 
         Args:
             arrays: Arrays of floating-point types.
@@ -82,7 +82,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def kind(self, array: Any) -> Hashable:
-        """Return what the arrays of one bucket have in common, such as the wire dtype."""
+        """Return a key that is equal for arrays that may share a bucket, such as the wire dtype."""
 
     @abstractmethod
     def size_on_wire_bytes(self, array: Any) -> int:

@@ -1,4 +1,4 @@
-"""Joining the ranks from a loop or script of the user's own, where no launch of ours looks after them."""
+"""Initialization of Horovod in users' own training loops and scripts."""
 
 from __future__ import annotations
 
@@ -27,19 +27,15 @@ def join(
     job: Job | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Communicator:
-    """Join the ranks from a loop or script of the user's own; called again, it returns the same world.
+    """Initialize Horovod, and return the communicator. Later calls return the same communicator.
 
-    Where no launch of ours looks after the ranks, they look after each other: one that is silent for
-    long is named, and those that wait for it for too long end.
-
-    Args:
-        communicator_class: Which binding to use.
-        job: As in ``connect``; says when a rank has been silent for too long, too.
-        environ: What launchers leave in the environment.
+    If no agent of this package monitors the ranks, they monitor each other: they report a rank whose
+    heartbeat is missing, and exit if it is missing for too long. The job's ``health`` section specifies the
+    times; the other settings of the job are used as by ``connect``.
 
     Raises:
-        EngineError: It was started as one of several ranks, and Horovod is missing or cannot start.
-        UserError: It was started as one of several processes that Horovod does not know.
+        EngineError: The process is one of several ranks, and Horovod is missing or cannot start.
+        UserError: A launcher that Horovod does not support has started several processes.
     """
     if not started_as_one_of_many(environ):
         require_launcher(environ)
@@ -47,7 +43,7 @@ def join(
     if (joined := _joined.get(communicator_class)) is not None:
         if joined.hvd.is_initialized():
             return joined
-        joined.at_close.close()  # a script has left by ``hvd.shutdown``
+        joined.at_close.close()  # the script has called ``hvd.shutdown``
     health = job.health if job is not None else Health()
     with JoinWatch(health, log.warning, _end):
         world = connect(communicator_class, job, environ)
@@ -56,13 +52,13 @@ def join(
     world.at_close.callback(_joined.pop, communicator_class)
     if world.size > 1 and heartbeat_dir(environ) is None:
         world.at_close.callback(PeerWatch(world, health, log.warning, _end).close)
-        atexit.register(world.at_close.close)  # few scripts close it, and no one is to miss this rank then
+        atexit.register(world.at_close.close)  # reports a normal exit to other ranks; few scripts call it
     if world.size > 1 and gpu_uuid(0):
         world.at_close.callback(DeviceWatch(world, health, log.warning, _end).close)
     return world
 
 
 def _end(error: HorovodTrainError) -> None:
-    """End this rank, which would wait for ever."""
+    """Log an error, and exit this rank, which would hang otherwise."""
     log.error("%s", error)
-    os._exit(error.exit_code)  # the main thread waits in a collective, and cannot be reached there
+    os._exit(error.exit_code)  # the main thread is blocked in a collective

@@ -1,7 +1,7 @@
-"""Loss scaling: keep fp16 gradients away from zero, and learn the largest scale that fits.
+"""Dynamic loss scaling: prevents underflow of fp16 gradients by the largest scale without overflow.
 
-The scale is decided after the all-reduce, when every rank holds the same gradients: all of them skip
-a step or none does, without asking each other.
+The scale is updated after the all-reduce, when all ranks have the same gradients. All ranks therefore skip
+the same steps, without further communication.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 @dataclass
 class LossScale:
-    """The factor on the loss: halved when a gradient overflows, doubled after many steps without.
+    """Factor on the loss: halved if a gradient overflows, doubled after 2000 steps without overflow.
 
     Attributes:
-        is_enabled: Without, the scale is 1 for ever.
-        scale: The factor now.
-        num_good_steps: Steps since it has last changed.
+        is_enabled: False: the scale is always 1.
+        scale: The current factor.
+        num_good_steps: Number of steps since the last change.
     """
 
     is_enabled: bool
@@ -31,7 +31,7 @@ class LossScale:
             self.scale = 1.0
 
     def update(self, *, is_finite: bool) -> None:
-        """Note whether the gradients of a step were finite."""
+        """Update the scale after a step whose gradients were finite or not."""
         if not self.is_enabled:
             return
         if not is_finite:
@@ -42,12 +42,12 @@ class LossScale:
             self.scale, self.num_good_steps = self.scale * 2, 0
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps; nothing when disabled."""
+        """Return the state for a checkpoint; empty if disabled."""
         if not self.is_enabled:
             return {}
         return {"scale": self.scale, "num_good_steps": float(self.num_good_steps)}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Take over what ``state`` returned."""
+        """Load the result of ``state``."""
         if self.is_enabled and state:
             self.scale, self.num_good_steps = state["scale"], int(state["num_good_steps"])

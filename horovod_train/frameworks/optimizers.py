@@ -1,4 +1,4 @@
-"""The optimizer of a job, from the framework's table or by import path."""
+"""Creation of a job's optimizer, from the framework's table or an import path."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from horovod_train.registry import optimizers_of
 
 
 def make_optimizer(job: Job, make: Callable[[Any, Mapping[str, Any]], Any]) -> Any:
-    """Return the job's optimizer.
+    """Create the job's optimizer.
 
     Args:
-        job: Names it and its arguments.
-        make: Calls the class with the arguments, and with what else the framework gives to it.
+        job: The job description.
+        make: Calls the class with the job's arguments and those that the framework adds.
 
     Raises:
-        UserError: Unknown optimizer, or invalid arguments.
+        UserError: The optimizer is unknown, or its class refuses the arguments.
     """
     args = _with_tuples(job.optimizer.args)
     return optimizers_of(job.framework).make(
@@ -26,5 +26,5 @@ def make_optimizer(job: Job, make: Callable[[Any, Mapping[str, Any]], Any]) -> A
 
 
 def _with_tuples(args: Mapping[str, Any]) -> dict[str, Any]:
-    """YAML has lists where optimizers want tuples, as in ``betas: [0.9, 0.95]``."""
+    """Replace lists by tuples, which optimizers require and YAML does not have (``betas: [0.9, 0.95]``)."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in args.items()}

@@ -1,4 +1,4 @@
-"""Random generators that every framework's code uses besides its own: Python's and NumPy's."""
+"""State of random generators: those of Python and NumPy, and those of a framework."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from horovod_train.frameworks.arrays import from_blob, to_blob
 
 
 def mix(seed: int, rank: int, epoch: int) -> int:
-    """Return 64 bits that differ for any two combinations of the three numbers."""
+    """Return a 64-bit seed: a hash of the three numbers."""
     return int(np.random.SeedSequence([seed, rank, epoch]).generate_state(1, np.uint64)[0])
 
 
 def rng_state(own: Mapping[str, object]) -> tuple[object, dict[str, ArrayBlob]]:
-    """Return the state of Python's and NumPy's generators and the framework's own.
-
-    Args:
-        own: The framework's: numbers, text and NumPy arrays in lists and mappings.
-    """
+    """Return the state of Python's, NumPy's and the framework's generators (``own``: data and arrays)."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
@@ -35,7 +31,7 @@ def rng_state(own: Mapping[str, object]) -> tuple[object, dict[str, ArrayBlob]]:
 
 
 def load_rng_state(tree: object, arrays: Mapping[str, ArrayBlob]) -> dict[str, Any]:
-    """Take over the state of Python's and NumPy's generators; return the framework's own."""
+    """Load the state of Python's and NumPy's generators; return that of the framework's generators."""
     state = unpack_tree(tree, {key: from_blob(blob) for key, blob in arrays.items()})
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

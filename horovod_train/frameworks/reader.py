@@ -1,6 +1,6 @@
-"""Batches as NumPy arrays, in the order and sizes that the shard rule says.
+"""Batches as NumPy arrays, in the order and sizes of the shard rule.
 
-PyTorch's reader uses the parts without NumPy in their names (fetches, seeds, loader processes), too.
+PyTorch's reader uses fetches, seeds and loader processes of this module, too.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from horovod_train.frameworks.task import load_task_class
 from horovod_train.system.signals import PREEMPTION_SIGNALS
 
 MAX_TEMP_BYTES = 70
-"""A socket's path may have 107 bytes, and Python adds the names of a folder and of a file to TMPDIR."""
-_SEED_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads (seed, epoch, place)
+"""The path of a socket may have 107 bytes, and Python appends the names of a folder and a file to TMPDIR."""
+_SEED_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads seeds
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """A request to a dataset: indices of samples, and the seed of their augmentation."""
+    """Request to a dataset: indices of samples, and the seed of their augmentation."""
 
     indices: tuple[int, ...]
     seed: int
@@ -47,8 +47,8 @@ class Fetch:
 def fetches(seed: int, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[Fetch]:
     """Yield the fetch of each micro-batch.
 
-    Random augmentation is seeded by what is read, not by who reads it or how often the job was
-    resumed, so an interrupted epoch continues as if nothing had happened.
+    The seed of random augmentation depends on the epoch and on the position of the samples, not on the rank
+    or on the number of resumes. An interrupted epoch therefore continues with the same augmentation.
     """
     for batch in micro_batches:
         yield Fetch(
@@ -58,11 +58,7 @@ def fetches(seed: int, epoch: int, order: Order, micro_batches: Iterable[MicroBa
 
 
 def checked_length(dataset: Dataset) -> int:
-    """Return the number of samples.
-
-    Raises:
-        UserError: The dataset has no length or no samples.
-    """
+    """Return the number of samples of a dataset; raise UserError if it has no length or no samples."""
     try:
         length = len(dataset)
     except TypeError as error:
@@ -77,7 +73,7 @@ def checked_length(dataset: Dataset) -> int:
 
 @dataclass(frozen=True)
 class TaskModule:
-    """Where the task came from; rebuilt in another process, it imports the task's module first."""
+    """Location of the task; unpickling it in another process imports the task's module."""
 
     location: str | None
 
@@ -92,17 +88,14 @@ def _import_task(location: str | None) -> TaskModule:
 
 
 def start_loader_server(preload: str) -> None:
-    """Start the process from which loader processes are forked, unless it runs; it imports what they need.
+    """Start the fork server of loader processes, unless it runs; it imports the module ``preload`` for them.
 
-    Readers call it. Jobs do before Horovod starts, so that the two start at the same time. A rank itself
-    is never forked: Horovod's and MPI's threads may hold a lock at that moment, which the child then
-    waits for for ever. Seen about once in 50 starts.
-
-    Args:
-        preload: Module that loader processes need.
+    Readers call this function. Jobs also call it before Horovod starts, so that both start concurrently.
+    Ranks are never forked: if a thread of Horovod or MPI holds a lock during the fork, the child may deadlock
+    on it. This was observed about once in 50 starts.
 
     Raises:
-        UserError: The folder for temporary files has too long a name for their sockets.
+        UserError: The path of the folder for temporary files is too long for sockets.
     """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > MAX_TEMP_BYTES:
@@ -112,8 +105,8 @@ def start_loader_server(preload: str) -> None:
             hint="set TMPDIR to a shorter one, such as launch.env: {TMPDIR: /tmp}, or data.num_workers: 0",
         )
     multiprocessing.get_context("forkserver").set_forkserver_preload([preload])
-    # Kubernetes and Slurm send SIGTERM to all processes; a rank needs its loaders to the end of its step.
-    resource_tracker.ensure_running()  # first: when it starts, it unblocks SIGTERM in this thread
+    # Kubernetes and Slurm send SIGTERM to all processes; a rank needs its loaders until its step ends.
+    resource_tracker.ensure_running()  # before blocking: its start unblocks SIGTERM in this thread
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
     try:
         forkserver.ensure_running()
@@ -122,11 +115,11 @@ def start_loader_server(preload: str) -> None:
 
 
 def leave_with(rank_pid: int) -> None:
-    """In a loader process: end when the rank does, also when it is killed, or when it says so.
+    """Start threads that exit this loader process when its rank ends or sends SIGTERM.
 
-    Its parent is the server, which lives as long as its children do: they would keep each other, and
-    the output of the rank, for ever. SIGTERM is blocked here, see ``start_loader_server``; a rank that
-    ends sends it to the loaders it still has, and waits for them.
+    The parent of a loader is the fork server, which runs as long as its children: without these threads, both
+    would never exit, and would keep the rank's output open. A rank that exits sends SIGTERM to its loaders
+    and waits for them. SIGTERM from other processes is ignored; it is blocked, see ``start_loader_server``.
     """
 
     def listen() -> None:
@@ -149,14 +142,13 @@ def leave_with(rank_pid: int) -> None:
 
 
 class NumpyReader:
-    """Reads a map-style dataset into NumPy arrays.
+    """Reader of a map-style dataset into NumPy arrays.
 
     Args:
-        dataset: Anything with ``__len__`` and ``__getitem__``; ``__getitems__`` is used when it is
-            there. A ``collate`` method, when it has one, joins samples into a batch.
+        dataset: The dataset; see ``Dataset`` for optional methods.
         data: The job's ``data`` section.
-        seed: Seed of augmentation: of Python's and NumPy's generators.
-        task: Where the task came from, which loader processes have to import; None: nowhere.
+        seed: Seed of augmentation, for Python's and NumPy's generators.
+        task: Location of the task, which loader processes import; None: they import no task.
 
     Raises:
         UserError: The dataset has no length or no samples, or cannot be sent to loader processes.
@@ -181,7 +173,7 @@ class NumpyReader:
         wanted = fetches(self._seed, epoch, order, micro_batches)
         if self._pool is None:
             for fetch in wanted:
-                with own_seeds(fetch.seed):  # not while the step that is yielded to runs
+                with own_seeds(fetch.seed):  # restored before the step runs
                     batch = read_batch(self._dataset, fetch)
                 yield batch
             return
@@ -194,7 +186,7 @@ class NumpyReader:
             yield waiting.popleft().result()
 
     def first(self) -> Any:
-        """Return a batch of the first sample alone: enough to build a model with."""
+        """Return a batch with only the first sample, for building a model."""
         with own_seeds(self._seed):
             return read_batch(self._dataset, Fetch((0,), self._seed))
 
@@ -211,7 +203,7 @@ class NumpyReader:
             self._data.num_workers,
             mp_context=multiprocessing.get_context("forkserver"),
             initializer=_open_loader,
-            # In this order: the task's module is there before its classes are wanted.
+            # The task's module must be imported before the dataset, which uses its classes, is unpickled.
             initargs=(os.getpid(), TaskModule(task), self._dataset),
         )
 
@@ -220,7 +212,7 @@ _dataset_of_loader: Dataset | None = None
 
 
 def _open_loader(rank_pid: int, _task: TaskModule, dataset: Dataset) -> None:
-    global _dataset_of_loader  # noqa: PLW0603  (a process of the pool has no other place for it)
+    global _dataset_of_loader  # noqa: PLW0603  (a process of a pool has no other storage)
     leave_with(rank_pid)
     _dataset_of_loader = dataset
 
@@ -233,7 +225,7 @@ def _read_in_loader(fetch: Fetch) -> object:
 
 
 def read_batch(dataset: Dataset, fetch: Fetch) -> Any:
-    """Return the samples of a fetch, joined into a batch."""
+    """Read the samples of a fetch, and join them into a batch."""
     many: Callable[[Sequence[int]], list[object]] | None = getattr(dataset, "__getitems__", None)
     indices = list(fetch.indices)
     samples = many(indices) if many is not None else [dataset[index] for index in indices]
@@ -242,7 +234,7 @@ def read_batch(dataset: Dataset, fetch: Fetch) -> Any:
 
 
 def stack_samples(samples: Sequence[Any]) -> Any:
-    """Join samples: each number or array gets a first dimension; tuples, lists and mappings are kept."""
+    """Stack numbers and arrays of samples along a first dimension, within tuples, lists and mappings."""
     first = samples[0]
     if isinstance(first, dict):
         return {key: stack_samples([sample[key] for sample in samples]) for key in first}
@@ -254,7 +246,7 @@ def stack_samples(samples: Sequence[Any]) -> Any:
 
 @contextmanager
 def own_seeds(seed: int) -> Iterator[None]:
-    """Let Python's and NumPy's generators start from a seed, and continue as before afterwards."""
+    """Return a context that seeds Python's and NumPy's generators, and restores their state at its end."""
     saved = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -266,12 +258,12 @@ def own_seeds(seed: int) -> Iterator[None]:
 
 
 def batch_length(batch: Any) -> int:
-    """Return the number of samples of a batch that no sampler knows: the length of the first array in it.
+    """Return the number of samples of a batch: the length of the first array that it contains.
 
-    Mappings, sequences and data classes are followed; a list without arrays is as long as it is.
+    Mappings, sequences and data classes are searched. For a list or tuple without arrays, return its length.
 
     Raises:
-        UserError: No array in it.
+        UserError: The batch contains no array, and is not a list or tuple.
 
     >>> batch_length({"id": ["a", "b", "c"], "x": np.zeros((3, 2))}), batch_length([None, {"x": np.zeros(2)}])
     (3, 2)

@@ -11,12 +11,12 @@ from horovod_train.errors import UserError
 
 @dataclass(frozen=True)
 class RefusedCallback:
-    """Why a job refuses a callback of its framework, and classes derived from it.
+    """Reason why a job refuses a class of callbacks, and classes derived from it.
 
     Attributes:
-        reason: A clause after "the callback NAME ".
-        instead: What to do.
-        condition: Whether an instance is refused.
+        reason: Predicate of the error message "the callback NAME ...".
+        instead: Hint of the error.
+        condition: Returns whether an instance is refused; default: always.
     """
 
     reason: str
@@ -81,7 +81,7 @@ REFUSED: dict[str, dict[str, RefusedCallback]] = {
         "ProgressCallback": _PROGRESS,
     },
 }
-"""By framework and name of the callback's class."""
+"""Refused callbacks by framework and class name."""
 
 PACKAGES = {
     "keras": {"keras"},
@@ -91,11 +91,7 @@ PACKAGES = {
 
 
 def check_callbacks(callbacks: Iterable[object], framework: str) -> None:
-    """Refuse callbacks of a framework that work against the job, and classes derived from them.
-
-    Raises:
-        UserError: There is one.
-    """
+    """Raise UserError if a callback conflicts with a function of the job."""
     for callback in callbacks:
         for each in type(callback).__mro__:
             refused = REFUSED[framework].get(each.__name__)

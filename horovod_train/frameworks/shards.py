@@ -1,4 +1,4 @@
-"""This rank's batches of arrays that every rank holds whole, for loops of users' own."""
+"""This rank's batches of arrays that every rank stores completely, for users' own training loops."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from horovod_train.errors import UserError
 
 
 class Shards:
-    """Splits each global batch over ranks; every sample is read once per epoch.
+    """Batches of arrays, split over ranks; each sample is read once per epoch.
 
-    All ranks make the same number of steps. The last may be short: then ranks have fewer samples, or
-    none, and weights make the mean over ranks the mean over samples.
+    All ranks perform the same number of steps. In the last step of an epoch, ranks may have fewer samples, or
+    none: weights then correct the mean over ranks to the mean over samples.
 
     Args:
-        world: The ranks.
-        arrays: Arrays with one row per sample, the same on all ranks.
+        world: The communicator.
+        arrays: Arrays with one row per sample, equal on all ranks.
         batch_size: Samples per rank and step.
-        shuffle: Use another order in each epoch; else the order of the arrays.
-        seed: Of the order.
+        shuffle: Use a new order in each epoch; False: the order of the arrays.
+        seed: Seed of the order.
 
     Raises:
         UserError: Arrays have different lengths, or no rows.
@@ -45,18 +45,15 @@ class Shards:
         self._seed = seed
 
     def __len__(self) -> int:
-        """Return the number of steps of an epoch, the same on all ranks."""
+        """Return the number of steps in an epoch, equal on all ranks."""
         return num_steps(self.num_samples, 0, self._batch_size * self._world.size)
 
     def epoch(self, number: int) -> Iterator[tuple[float, tuple[Any, ...]]]:
-        """Yield for each step of an epoch the weight of this rank's batch, and the batch.
+        """Yield the weight of this rank's batch and the batch, for each step of epoch ``number``, from 0.
 
-        Multiply the mean loss of the batch by the weight: the mean over ranks is then the mean over
-        all samples of the step. The weight is 1 in all full steps; a rank without samples gets one
-        that weighs nothing.
-
-        Args:
-            number: Of the epoch, from 0.
+        Multiply the mean loss of the batch by the weight: the mean over ranks is then the mean over all
+        samples of the step. The weight is 1 in full steps. A rank without samples receives one sample with
+        weight 0.
         """
         order = epoch_order(self.num_samples, self._seed, number, shuffle=self._shuffle)
         for step in self._steps():

@@ -1,7 +1,7 @@
-"""What a user brings: any class with the methods that its framework calls. No base class is needed.
+"""Tasks: users' classes with the methods that the framework calls. No base class is required.
 
-Every task has ``model()`` and ``train_data()``, and may have ``eval_data()``. What else it has to
-have depends on who computes the loss; each framework's package says so.
+Every task has ``model()`` and ``train_data()``, and may have ``eval_data()``. The other methods depend on
+whether the task computes the loss; the module ``task`` of each framework's package lists them.
 """
 
 from __future__ import annotations
@@ -40,19 +40,16 @@ OF_OTHER_PACKAGES = {
     "compute_metrics": ["metrics()"],
     "after_step": ["after_update()", "a job has no such hook"],
 }
-"""Names of methods in other packages, and what a job has in their place, the first that fits a task."""
+"""Names of methods in other packages, and what a job uses instead; the first that applies is reported."""
 
 
 def load_task(location: str, args: Mapping[str, Any], required: Sequence[str]) -> Any:
-    """Import a task's class and make one.
+    """Import a task's class, and create an instance with the keyword arguments ``args``.
 
-    Args:
-        location: Name of a shipped task, ``module:Class`` or ``/path/file.py:Class``.
-        args: Keyword arguments of the class.
-        required: Methods that it must have.
+    ``location`` is the name of a shipped task, ``module:Class`` or ``/path/file.py:Class``.
 
     Raises:
-        UserError: It cannot be imported or made, or lacks a method.
+        UserError: The class cannot be imported, refuses the arguments, or lacks a method.
     """
     task_class = load_task_class(location)
     try:
@@ -72,7 +69,7 @@ def load_task(location: str, args: Mapping[str, Any], required: Sequence[str]) -
 
 
 def report_unused_methods(task: object, known: Sequence[str], world: Communicator) -> None:
-    """Name the methods of a task that the job does not call although their names suggest it."""
+    """Log the methods of a task that the job does not call although their names suggest it, on rank 0."""
     found = [
         f"{name}() ({instead})"
         for name in dir(type(task))
@@ -83,7 +80,7 @@ def report_unused_methods(task: object, known: Sequence[str], world: Communicato
 
 
 def _instead_of(name: str, task: object, known: Sequence[str]) -> str:
-    """Return what a job does in place of calling a method; empty: the name is the task's own affair."""
+    """Return what a job uses instead of a method; empty: the name does not suggest that a job calls it."""
     if name in OF_OTHER_PACKAGES:
         candidates = OF_OTHER_PACKAGES[name]
         return next((each for each in candidates if not each.endswith("()") or each[:-2] in known), "")
@@ -94,11 +91,7 @@ def _instead_of(name: str, task: object, known: Sequence[str]) -> str:
 
 
 def load_task_class(location: str) -> Any:
-    """Import a task's class.
-
-    Raises:
-        UserError: It cannot be imported.
-    """
+    """Import a task's class; raise UserError if it cannot be imported."""
     if ":" not in location:
         return TASKS.load(location)
     file, _, name = location.rpartition(":")
@@ -112,7 +105,7 @@ def load_task_class(location: str) -> Any:
     if spec is None or spec.loader is None or not Path(file).is_file():
         raise UserError(f"task {location}: no such file", hint="every host needs the file at this path")
     module = importlib.util.module_from_spec(spec)
-    # Loader processes look classes up by module name.
+    # Objects that are pickled for loader processes refer to their classes by module name.
     sys.modules[module_name] = module
     sys.path.insert(0, str(Path(file).parent))
     spec.loader.exec_module(module)
@@ -120,14 +113,7 @@ def load_task_class(location: str) -> Any:
 
 
 def check_is_one_number(shape: Sequence[int]) -> None:
-    """Refuse a loss that is not reduced: frameworks would add its elements up, or stop without a hint.
-
-    Args:
-        shape: Shape of what the task's ``loss`` has returned.
-
-    Raises:
-        UserError: It has more than one element.
-    """
+    """Raise UserError if a loss is not one number: frameworks would sum it, or fail without a hint."""
     if math.prod(shape) != 1:
         raise UserError(
             f"the task's loss has shape {list(shape)}, but has to be one number",

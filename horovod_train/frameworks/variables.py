@@ -22,7 +22,7 @@ from horovod_train.frameworks.randomness import mix
 
 
 class Variable(Protocol):
-    """A variable."""
+    """A variable of TensorFlow or Keras."""
 
     def numpy(self) -> Array:
         """Return the value."""
@@ -91,7 +91,7 @@ def running_statistics(layers: Sequence[Any]) -> list[Any]:
 
 
 def seed(states: Sequence[Any], seed: int) -> None:
-    """Seed each random generator of a model differently, derived from one seed."""
+    """Seed the random generators of a model with different numbers, derived from one seed."""
     for place, variable in enumerate(states):
         old = variable.numpy()
         numbers = [mix(seed % 2**32, place, part) % 2**31 for part in range(old.size)]

@@ -1,15 +1,15 @@
-"""What a user brings for JAX.
+"""Interface of a task for JAX.
 
 class MyTask:
-    def model(self, rng): ...                  new parameters: any tree of arrays
+    def model(self, rng): ...                  initial parameters: any tree of arrays
     def train_data(self): ...                  samples: __len__ and __getitem__, NumPy arrays
     def loss(self, params, batch, rng): ...    mean loss over the samples of a batch
 
     def eval_data(self): ...                   optional: data for evaluation
     def metrics(self, params, batch): ...      optional: {name: one value per sample}
 
-``loss`` and ``metrics`` are compiled with ``jax.jit``. ``rng`` is a new key for each micro-batch of
-each rank; in an evaluation without ``metrics`` it is None.
+``loss`` and ``metrics`` are compiled with ``jax.jit``. ``rng`` is a new key for each micro-batch of each
+rank. An evaluation without ``metrics`` calls ``loss`` with ``rng=None``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class JaxTask(Protocol):
     """The required methods of a task."""
 
     def model(self, rng: jax.Array) -> Any:
-        """Return new parameters."""
+        """Return the initial parameters."""
         ...
 
     def train_data(self) -> Any:

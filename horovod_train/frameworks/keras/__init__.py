@@ -1,17 +1,14 @@
-"""Keras 3 on Horovod, on its TensorFlow, PyTorch and JAX back ends.
+"""Keras 3 on Horovod, with the back ends TensorFlow, PyTorch and JAX.
 
-collectives.py the ranks, for the back end that Keras uses
-back_ends/     what differs between TensorFlow, PyTorch and JAX: the sum over ranks, devices, generators
-optimizer.py   an optimizer that applies the mean gradient of all ranks
-dataset.py     arrays, shared out among the ranks
-feed.py        the shard rule as a stream of batches
-stream.py      the stream as a dataset of TensorFlow's
-callbacks.py   equal weights at the start, exact metrics, the learning rate
-framework.py   makes everything for a job
-replica.py     a model as the rest of the product sees it
-task.py        what a user brings
+back_ends/     differences between TensorFlow, PyTorch and JAX: exchange, devices, random generators
+optimizer.py   optimizers that average gradients over ranks
+losses.py      check that ranks can average a loss
+dataset.py     arrays, split over ranks
+feed.py        batches with sample weights, for model.fit
+stream.py      batches as a dataset of TensorFlow
+callbacks.py   broadcast of the initial state, exact metrics, learning rate
 
-For a script of your own:
+In a script:
 
     import keras
     from horovod_train.frameworks.keras import BroadcastState, ExactMetrics, ShardedDataset, distribute, init

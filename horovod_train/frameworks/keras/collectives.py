@@ -1,4 +1,4 @@
-"""The ranks, for the back end that Keras uses."""
+"""Communicator for the back end of Keras."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from horovod_train.frameworks.keras.back_ends.base import back_end
 
 
 def init(job: Job | None = None) -> Communicator:
-    """Join the ranks this process was started with; a world of one when there are none.
+    """Initialize Horovod, and return the communicator; of one rank, if this process was started alone.
 
     Raises:
-        EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
-        UserError: Keras uses a back end that cannot train on several ranks.
+        EngineError: The process is one of several ranks, and Horovod is missing or cannot start.
+        UserError: The back end of Keras is not supported.
     """
     return join(back_end().communicator_class(), job)

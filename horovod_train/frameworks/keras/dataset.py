@@ -1,4 +1,4 @@
-"""Arrays as ``model.fit`` can read them on several ranks."""
+"""Arrays, split over ranks, for ``model.fit``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from horovod_train.frameworks.shards import Shards
 
 
 class ShardedDataset(keras.utils.PyDataset):
-    """This rank's batches of arrays: every sample once per epoch, the same number of steps everywhere.
+    """This rank's batches of arrays: each sample once per epoch, the same number of steps on all ranks.
 
-    ``model.fit(x, y)`` would train every rank on all samples, and slices of different lengths would
-    make ranks wait for each other for ever.
+    With ``model.fit(x, y)``, each rank trains on all samples. With slices of different lengths, ranks hang,
+    because they perform different numbers of steps.
 
     Args:
-        world: The ranks.
-        x: Inputs, one row per sample; the same on all ranks.
+        world: The communicator.
+        x: Inputs, one row per sample; equal on all ranks.
         y: Labels.
         batch_size: Samples per rank and step.
-        shuffle: Use another order in each epoch.
-        seed: Of the order.
+        shuffle: Use a new order in each epoch.
+        seed: Seed of the order.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ShardedDataset(keras.utils.PyDataset):
         self._batches: list[Any] = []
 
     def __len__(self) -> int:
-        """Return the number of steps of an epoch."""
+        """Return the number of steps in an epoch."""
         return len(self._shards)
 
     def __getitem__(self, index: int) -> Any:
@@ -46,6 +46,6 @@ class ShardedDataset(keras.utils.PyDataset):
         return weighted(batch, weight)
 
     def on_epoch_end(self) -> None:
-        """Take another order for the next epoch."""
+        """Change to the order of the next epoch."""
         self._epoch += 1
         self._batches = []

@@ -1,8 +1,8 @@
-"""The shard rule as ``model.fit`` can read it: one stream of batches of equal number per step.
+"""Stream of batches with sample weights for ``model.fit``.
 
-Keras takes the same number of micro-batches in every step and the mean of their gradients. Where the
-rule gives a rank fewer samples (at the end of an epoch), batches carry weights, and a rank without
-samples reads one that weighs nothing. Full steps have no weights at all.
+Keras reads the same number of micro-batches in every step, and averages their gradients. At the end of an
+epoch, a rank may have fewer samples. Sample weights correct the mean, and a rank without samples reads a
+spare batch with weight 0. Weights in full steps are 1.
 """
 
 from __future__ import annotations
@@ -20,14 +20,9 @@ def feed(
 ) -> Iterator[tuple[object, ...]]:
     """Yield (inputs, labels, weights) for each micro-step.
 
-    The gradient that Keras applies is the mean over ranks and micro-steps; a micro-batch of a share
-    s of the step's samples weighs s x ranks x micro-steps, so that mean is the sum of s x gradient.
-
-    Args:
-        steps: What to make.
-        spare: A batch to read where there is none.
-        accumulation_steps: Micro-steps per step.
-        world_size: Ranks.
+    Keras applies the mean gradient over ranks and micro-steps. A micro-batch that contains the fraction s of
+    the step's samples has the weight s x ranks x micro-steps, so that the mean is the sum of s x gradient.
+    ``spare`` is the batch for micro-steps in which this rank has no samples.
     """
     for step in steps:
         for share, batch in step.padded(accumulation_steps, lambda: spare):
@@ -35,8 +30,8 @@ def feed(
 
 
 def weighted(batch: tuple[object, ...], weight: float) -> tuple[object, ...]:
-    """Return a batch with a weight for each sample, times those that it has already."""
+    """Return a batch with a weight for each sample, multiplied by the batch's own weights, if any."""
     inputs, labels, own = (*batch, None)[:3]
-    # Always there: a stream must not change its shape.
+    # Also if the weight is 1: all batches of a stream must have the same structure.
     weights = np.full(batch_length(labels), weight, np.float32)
     return inputs, labels, weights if own is None else weights * np.asarray(own, np.float32)

@@ -1,4 +1,4 @@
-"""Makes everything that a job needs of Keras, and lets ``model.fit`` train it."""
+"""The framework Keras: replica, readers and random state of a job, and training by ``model.fit``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class KerasFramework:
         self._seeds: list[Any] = []
 
     def connect(self, job: Job) -> Communicator:
-        """Join the ranks this process was started with; a world of one when there are none."""
+        """Initialize Horovod, and return the communicator; of one rank, if this process was started alone."""
         if job.launch.threads_per_rank is not None:
             back_end().limit_threads(job.launch.threads_per_rank)
         if job.train.deterministic:
@@ -62,7 +62,7 @@ class KerasFramework:
         world = mesh.data
         self._job, self._world = job, world
         back_end().choose_device(job, mesh.world)
-        keras.utils.clear_session()  # names of layers count from 1: a checkpoint knows them by name
+        keras.utils.clear_session()  # layer names, which checkpoints contain, are numbered from 1
         keras.config.set_dtype_policy(POLICIES[job.train.precision])
         keras.utils.set_random_seed(mix(job.train.seed, 0, 0) % 2**32)
         self._task: KerasTask = load_task(job.task, job.task_args, REQUIRED)
@@ -97,7 +97,7 @@ class KerasFramework:
         return self._replica, self._train_reader, read(eval_data()) if eval_data else None
 
     def fit(self, bridge: Bridge) -> None:
-        """Let ``model.fit`` train to the end of the job, epoch by epoch."""
+        """Train to the end of the job, with one call of ``model.fit`` per epoch."""
         own = [_OneTraining(callback) for callback in self._callbacks]
         state = Attributes(self._callbacks)
         rate = JobsLearningRate(self._read_rate, self._write_rate)
@@ -152,12 +152,12 @@ class KerasFramework:
         return factory(**settings)
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
-        """Return the state of Python's, NumPy's and the model's generators."""
+        """Return the state of Python's, NumPy's, the back end's and the model's generators."""
         back_end().take_back_state(self.model)
         return rng_state({"model": [v.numpy() for v in self._seeds], "torch": back_end().generators()})
 
     def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
-        """Take over the state of all random generators."""
+        """Load the state of all random generators."""
         own = load_rng_state(tree, arrays)
         for variable, value in zip(self._seeds, own["model"], strict=True):
             variable.assign(value)
@@ -172,7 +172,7 @@ class KerasFramework:
 
 
 class _Moments(keras.callbacks.Callback):
-    """Prepares and times the steps of one epoch of ``model.fit``; the first of all callbacks."""
+    """Callback that prepares and times the steps of one epoch; it is called before all other callbacks."""
 
     def __init__(
         self,
@@ -199,9 +199,9 @@ class _Moments(keras.callbacks.Callback):
         self._has_finished = False
 
     def on_train_batch_begin(self, batch: int, logs: Logs) -> None:
-        """Set the learning rate of the step that begins."""
+        """Set the learning rate before the first micro-batch of a step."""
         if batch == 0:
-            # ``fit`` draws its own numbers when it begins; an epoch that is resumed begins twice.
+            # ``fit`` draws random numbers when it begins, and it begins twice in an epoch that is resumed.
             back_end().load_generators(self._generators)
         if not back_end().reads_inside_step:
             self._clock.lap("data")
@@ -210,7 +210,7 @@ class _Moments(keras.callbacks.Callback):
             self._rate.set([self._lr])
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Note the loss, and the end of the update; what callbacks do after it does not belong to a step."""
+        """Record the loss and the end of the update; a step's time does not include later callbacks."""
         number, place = divmod(batch, self._accumulation_steps)
         step = self._steps[number]
         has_batch = place < len(step)
@@ -218,7 +218,7 @@ class _Moments(keras.callbacks.Callback):
         self._clock.lap("compute")
 
     def end_step(self, batch: int) -> None:
-        """Report a step that is complete."""
+        """Report a step after its last micro-batch."""
         number, place = divmod(batch, self._accumulation_steps)
         step = self._steps[number]
         if place < self._accumulation_steps - 1:
@@ -240,7 +240,7 @@ class _Moments(keras.callbacks.Callback):
         self._clock = StepClock()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Evaluate, and let callbacks behind this one see exact metrics."""
+        """Average training metrics over ranks, evaluate, and pass both to later callbacks in ``logs``."""
         mine = {name: (float(value), 1) for name, value in logs.items()}
         logs.update(mean_over_ranks(self._world, mine))
         if self._bridge.is_epoch_complete:
@@ -249,13 +249,13 @@ class _Moments(keras.callbacks.Callback):
             self._has_finished = True
 
     def end_epoch(self) -> None:
-        """Report the end of an epoch."""
+        """Report the end of an epoch, if the epoch is complete."""
         if self._has_finished:
             self._bridge.after_epoch()
 
 
 class _Ends(keras.callbacks.Callback):
-    """Reports the ends of steps and epochs; the last of all callbacks, so that what they did is saved."""
+    """Callback that reports the ends of steps and epochs; the last, so that effects of others are saved."""
 
     def __init__(self, moments: _Moments, state: Attributes, saved: CallbackState) -> None:
         super().__init__()
@@ -264,12 +264,12 @@ class _Ends(keras.callbacks.Callback):
         self._saved = saved
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Load the state of callbacks when training begins, which is not with each epoch."""
+        """Load the state of callbacks in the first call of ``fit``."""
         if not self._state.is_loaded:
             self._state.load(self._saved)
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Report a step that is complete."""
+        """Report a step after its last micro-batch."""
         self._moments.end_step(batch)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
@@ -278,7 +278,7 @@ class _Ends(keras.callbacks.Callback):
 
 
 class _LossOfStep:
-    """A step's loss, from the mean over the epoch so far: that is all that Keras tells."""
+    """Loss of a step, computed from the mean loss since the start of ``fit``, which Keras reports."""
 
     def __init__(self) -> None:
         self._num_samples = 0
@@ -286,7 +286,7 @@ class _LossOfStep:
         self._losses: list[float] = []
 
     def add(self, mean_of_epoch: float, num_samples: int) -> None:
-        """Note the mean after one more micro-batch of so many samples."""
+        """Record the mean after a further micro-batch with ``num_samples`` samples."""
         self._num_samples += num_samples
         total = mean_of_epoch * self._num_samples
         self._losses.append((total - self._total) / num_samples)
@@ -300,7 +300,7 @@ class _LossOfStep:
 
 
 class _OneTraining(keras.callbacks.Callback):
-    """A user's callback, which sees one training although each epoch is a call of ``fit``."""
+    """Wrapper of a user's callback, which calls its ``on_train_begin`` and ``on_train_end`` once per run."""
 
     def __init__(self, inner: keras.callbacks.Callback) -> None:
         super().__init__()
@@ -311,22 +311,22 @@ class _OneTraining(keras.callbacks.Callback):
                 setattr(self, name, getattr(inner, name))
 
     def set_model(self, model: keras.Model) -> None:
-        """Pass the model on."""
+        """Pass the model to the callback."""
         super().set_model(model)
         self._inner.set_model(model)
 
     def set_params(self, params: object) -> None:
-        """Pass the parameters on."""
+        """Pass the parameters to the callback."""
         super().set_params(params)
         self._inner.set_params(params)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Pass the first beginning on."""
+        """Call ``on_train_begin`` of the callback, in the first call only."""
         if not self._has_begun:
             self._has_begun = True
             self._inner.on_train_begin(logs)
 
     def end(self) -> None:
-        """Training is complete."""
+        """Call ``on_train_end`` of the callback, if training has begun."""
         if self._has_begun:
             self._inner.on_train_end({})

@@ -1,7 +1,8 @@
-"""Losses of Keras whose mean over ranks is not the loss of the joint batch: refused before training starts.
+"""Refusal of Keras losses whose mean over ranks is not the loss of the joint batch.
 
-Ranks have different numbers of samples in the last step of an epoch. Weights of samples make up for it where
-a loss is a mean over samples, and do not reach what layers add, nor a mean over the values that a mask keeps.
+In the last step of an epoch, ranks have different numbers of samples. Sample weights correct a loss that is a
+mean over samples. They have no effect on losses that layers add, or on a mean over the values that a mask
+keeps.
 """
 
 from __future__ import annotations
@@ -15,11 +16,7 @@ from horovod_train.errors import UserError
 
 
 def check_reduction(loss: object) -> None:
-    """Refuse losses whose mean over ranks is not the loss of the joint batch.
-
-    Raises:
-        UserError: The loss does not divide by the number of samples.
-    """
+    """Raise UserError if a loss is not a mean over samples."""
     for one in keras.tree.flatten(loss):
         reduction = getattr(one, "reduction", "sum_over_batch_size")
         if reduction not in {"sum_over_batch_size", "mean"}:
@@ -31,20 +28,17 @@ def check_reduction(loss: object) -> None:
 
 
 def check_joint_loss(model: keras.Model, inputs: Any, loss: object) -> None:
-    """Refuse a model whose loss over several parts of a batch is not the mean of the losses of the parts.
+    """Refuse a built model whose loss on a batch is not the mean of the losses on the batch's parts.
 
-    Args:
-        model: Built.
-        inputs: Of one sample.
-        loss: As ``compile`` takes it.
+    The model is called with ``inputs`` of one sample.
 
     Raises:
-        UserError: Layers add losses of a batch, or a mask decides over which values the mean is taken.
+        UserError: Layers add losses of a batch, or a mask selects the values that are averaged.
     """
     before = [(variable, variable.numpy()) for variable in model.variables]
     outputs = model(inputs, training=False)
     own = [loss for layer in [model, *model._flatten_layers()] for loss in layer._get_own_losses()]  # noqa: SLF001
-    for variable, value in before:  # of a recurrent layer with a state, say
+    for variable, value in before:  # such as the state of a recurrent layer
         variable.assign(value)
     if own:
         raise UserError(

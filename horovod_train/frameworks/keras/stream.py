@@ -1,9 +1,9 @@
 """Batches for ``model.fit`` on TensorFlow, as a dataset that is not a generator.
 
-Keras makes a ``Dataset.from_generator`` of a generator. On Python 3.11 and later that operation lets
-glibc give every block above 128 KiB back to the system when it is freed (``ApplyPython311MemoryPatch``
-in TensorFlow 2.21), for the whole process and for ever: each tensor of each step is new memory then,
-page by page. It made the steps of the benchmark network 1.2 times as long.
+Keras converts a generator to ``Dataset.from_generator``. On Python 3.11 and later, that operation changes a
+setting of glibc, permanently and for the whole process (``ApplyPython311MemoryPatch`` in TensorFlow 2.21):
+freed blocks above 128 KiB are returned to the system. Each tensor of each step then needs new memory pages.
+This made steps of the benchmark network 1.2 times as long.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ import tensorflow as tf
 
 from horovod_train.frameworks.arrays import Array
 
-NUM_LOOKED_AT = 2  # batches by which sizes that vary are known, as in Keras
+NUM_LOOKED_AT = 2  # number of batches that are compared to find sizes that vary, as in Keras
 
 
 def as_dataset(batches: Iterator[tuple[object, ...]]) -> tf.data.Dataset:
-    """Return a dataset that reads each batch on demand.
+    """Return a dataset that reads batches on demand: at least one nested structure of NumPy arrays.
 
-    Args:
-        batches: NumPy arrays in any nest, at least one batch; dimensions but the first that vary must
-            do so between the first two batches.
+    If a dimension except the first varies, it must differ between the first two batches.
     """
     first = list(islice(batches, NUM_LOOKED_AT))
     specs = keras.tree.map_structure(_spec, *first)
@@ -45,13 +43,13 @@ def as_dataset(batches: Iterator[tuple[object, ...]]) -> tf.data.Dataset:
         shaped = [tf.ensure_shape(array, spec.shape) for array, spec in zip(arrays, flat_specs, strict=True)]
         return tf.ensure_shape(has_batch, []), keras.tree.pack_sequence_as(specs, shaped)
 
-    # A dataset cannot end while it reads: it ends at the first batch that is not there.
+    # ``map`` cannot end a dataset: ``take_while`` ends it after the last batch.
     found = tf.data.Dataset.counter().map(read)
     return found.take_while(lambda has_batch, _: has_batch).map(lambda _, batch: batch)
 
 
 def _spec(*arrays: Any) -> tf.TensorSpec:
-    """Return the type and shape that the same array has in all batches; None where a size varies."""
+    """Return the dtype and shape that an array has in all batches; sizes that vary are None."""
     shapes = [np.shape(array)[1:] for array in arrays]
     common = [sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*shapes, strict=True)]
     return tf.TensorSpec([None, *common], np.asarray(arrays[0]).dtype)

@@ -1,9 +1,9 @@
-"""What a user brings for Keras.
+"""Interface of a task for Keras.
 
 class MyTask:
     def model(self): ...        a keras.Model, not compiled
     def train_data(self): ...   samples (x, y): __len__ and __getitem__, NumPy arrays
-    def compile(self): ...      what model.compile gets besides the optimizer: {"loss": ..., ...}
+    def compile(self): ...      arguments of model.compile except the optimizer: {"loss": ...}
 
     def eval_data(self): ...    optional: data for evaluation
     def callbacks(self): ...    optional: a list of Keras callbacks
@@ -31,5 +31,5 @@ class KerasTask(Protocol):
         ...
 
     def compile(self) -> dict[str, Any]:
-        """Return arguments of ``model.compile``, with the loss."""
+        """Return the arguments of ``model.compile`` except the optimizer, with the loss."""
         ...

@@ -1,4 +1,4 @@
-"""Callbacks and hooks of a Lightning module and its task: carried over, reported, or refused."""
+"""Callbacks and hooks of a Lightning module and its task: their state, and refusal of unsupported ones."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NOT_CALLED = {
     "train_dataloader": "the task's train_data() is read",
     "val_dataloader": "the task's eval_data() is read",
 }
-"""Methods of a module that a job does not call, and what it does in their place."""
+"""Methods of a module that a job does not call, and what the job uses instead."""
 
 
 def own_callbacks(task: object, module: lightning.LightningModule) -> list[lightning.Callback]:
-    """Return the callbacks of the task and of the module, each checked.
+    """Return the callbacks of the task and of the module, if the job supports all of them.
 
     Raises:
-        UserError: One of them, or the module, does what the job does.
+        UserError: A callback is not supported, or the module uses manual optimization.
     """
     if not module.automatic_optimization:
         raise UserError(
@@ -40,13 +40,13 @@ def own_callbacks(task: object, module: lightning.LightningModule) -> list[light
         *getattr(task, "callbacks", list)(),
         *(of_module if isinstance(of_module, Sequence) else [of_module]),
     ]
-    module.configure_callbacks = list  # they are called with the others
+    module.configure_callbacks = list  # Trainer must not add them again
     check_callbacks(found, "lightning")
     return found
 
 
 def report_not_called(module: lightning.LightningModule, world: Communicator) -> None:
-    """Name the methods of a module that a job does not call."""
+    """Log the methods of a module that a job does not call, on rank 0."""
     found = [
         f"{name}() ({instead})"
         for name, instead in NOT_CALLED.items()
@@ -57,7 +57,7 @@ def report_not_called(module: lightning.LightningModule, world: Communicator) ->
 
 
 def state_of(trainer: lightning.Trainer, callbacks: Iterable[lightning.Callback]) -> dict[str, Any]:
-    """Return what ``state_dict`` and ``on_save_checkpoint`` of callbacks and module return."""
+    """Return the results of ``state_dict`` and ``on_save_checkpoint`` of callbacks and module, by name."""
     module = trainer.lightning_module
     state = {}
     for name, callback in named(callbacks):
@@ -70,7 +70,7 @@ def state_of(trainer: lightning.Trainer, callbacks: Iterable[lightning.Callback]
 def load_state(
     trainer: lightning.Trainer, callbacks: Iterable[lightning.Callback], saved: CallbackState
 ) -> None:
-    """Give callbacks and module what ``state_of`` had returned."""
+    """Load the result of ``state_of`` into callbacks and module."""
     module = trainer.lightning_module
     for name, callback in named(callbacks):
         if (found := saved.loaded(name)) is not None:
@@ -82,7 +82,7 @@ def load_state(
 
 
 def _checkpoint(trainer: lightning.Trainer) -> dict[str, Any]:
-    """Return what hooks find in a checkpoint of Lightning."""
+    """Return a checkpoint with the entries that hooks expect in a checkpoint of Lightning."""
     return {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
@@ -97,7 +97,7 @@ def _checkpoint(trainer: lightning.Trainer) -> dict[str, Any]:
 def _added(
     trainer: lightning.Trainer, on_save_checkpoint: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Return what a hook adds to a checkpoint."""
+    """Return the entries that a hook adds to a checkpoint."""
     checkpoint = _checkpoint(trainer)
     given = set(checkpoint)
     on_save_checkpoint(checkpoint)

@@ -1,4 +1,4 @@
-"""Makes everything that a job needs of Lightning, and lets its ``Trainer`` train it."""
+"""The framework Lightning: replica and readers of a job, and training by ``Trainer``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LightningFramework(TorchBased):
     """Lightning, for one job in one process."""
 
     def connect(self, job: Job) -> Communicator:
-        """Join the ranks this process was started with; a world of one when there are none."""
+        """Initialize Horovod, and return the communicator; of one rank, if this process was started alone."""
         if job.launch.threads_per_rank is not None:
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
@@ -86,7 +86,7 @@ class LightningFramework(TorchBased):
                 "needs one for each",
                 hint="use fewer ranks, or framework: torch",
             )
-        complete = SingleRankStrategy()  # gradients are when the replica sees them: Lightning's strategy sums
+        complete = SingleRankStrategy()  # HorovodStrategy sums the gradients
         complete.bind(module, optimizer)
         self._replica = LightningReplica(
             module,
@@ -100,7 +100,7 @@ class LightningFramework(TorchBased):
         return self._replica, self._train_reader, self._eval_reader
 
     def fit(self, bridge: Bridge) -> None:
-        """Let ``Trainer`` train to the end of the job."""
+        """Train to the end of the job with ``Trainer``."""
         bridge.begin()
         if not bridge.is_done:
             strategy = self._strategy()
@@ -116,7 +116,7 @@ class LightningFramework(TorchBased):
                 reload_dataloaders_every_n_epochs=1,
                 callbacks=[moments, *self._callbacks, ends],
             )
-            # Users' modules look at current_epoch, also after a resume.
+            # Users' modules read current_epoch, also after a resume.
             trainer.fit_loop.epoch_progress.current.processed = bridge.epoch
             has_eval = self._eval_reader is not None
             trainer.fit(self._replica.model, source, self._eval_batches() if has_eval else None)
@@ -129,7 +129,7 @@ class LightningFramework(TorchBased):
         )
 
     def _precision(self) -> Precision:
-        """Return how Lightning computes; its loss scale is the replica's, which is saved and resumed."""
+        """Return Lightning's precision plugin; it uses the replica's loss scale, which is saved."""
         match self._job.train.precision:
             case "fp16":
                 return MixedPrecision("16-mixed", self._device.type, scaler=self._replica.scaler)
@@ -139,9 +139,9 @@ class LightningFramework(TorchBased):
                 return Precision()
 
     def _trainer(self, **settings: object) -> lightning.Trainer:
-        """Return a trainer that leaves to this package what this package does."""
+        """Return a trainer that does not log, save or report progress, because this package does."""
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-        warnings.filterwarnings("ignore", message=".*LeafSpec")  # Lightning's own use of PyTorch
+        warnings.filterwarnings("ignore", message=".*LeafSpec")  # a warning about Lightning's own code
         on_gpu = self._device.type == "cuda"
         return lightning.Trainer(
             accelerator="gpu" if on_gpu else "cpu",
@@ -158,13 +158,13 @@ class LightningFramework(TorchBased):
         )
 
     def _evaluate(self) -> dict[str, float]:
-        """Return what ``validation_step`` logs, over all ranks."""
+        """Return the metrics that ``validation_step`` logs, over all ranks."""
         trainer = self._trainer(strategy=self._strategy())
         found = trainer.validate(self._replica.model, self._eval_batches(), verbose=False)
         return {name: float(value) for metrics in found for name, value in metrics.items()}
 
     def _eval_batches(self) -> _Batches:
-        """Return this rank's evaluation batches: every sample on exactly one rank."""
+        """Return this rank's evaluation batches; each sample is on exactly one rank."""
         reader, job = self._eval_reader, self._job
         assert reader is not None
         batch_size = job.evaluation.batch_size_per_rank or job.train.batch_size_per_rank
@@ -174,7 +174,7 @@ class LightningFramework(TorchBased):
 
 @dataclass(frozen=True)
 class _Batches:
-    """Batches that can be counted and read again."""
+    """Iterable over batches, with a length; it can be iterated repeatedly."""
 
     length: int
     read: Callable[[], Iterator[object]]
@@ -187,10 +187,7 @@ class _Batches:
 
 
 class _Source:
-    """The shard rule as ``Trainer`` can read it: the same number of micro-batches in every step.
-
-    Where the rule gives a rank fewer samples (at the end of an epoch), it reads one that weighs nothing.
-    """
+    """Batches for ``Trainer``, the same number per step; spare batches of weight 0 replace missing ones."""
 
     def __init__(self, bridge: Bridge, reader: TorchReader, accumulation_steps: int) -> None:
         self._bridge = bridge
@@ -215,13 +212,13 @@ class _Source:
                 yield batch
 
     def share_of(self, batch_idx: int) -> float:
-        """Return which part of its step's samples a micro-batch is."""
+        """Return the fraction of a step's samples that a micro-batch contains."""
         number, place = divmod(batch_idx, self.accumulation_steps)
         return self.steps[number].share_at(place)
 
 
 class _Moments(lightning.Callback):
-    """Prepares and times the steps of ``Trainer``; the first of all callbacks."""
+    """Callback that prepares and times the steps; it is called before all other callbacks."""
 
     def __init__(
         self,
@@ -247,35 +244,35 @@ class _Moments(lightning.Callback):
         self._norm: torch.Tensor | None = None
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        """Let the epoch end with an evaluation when one is due."""
+        """Enable validation after the epoch, if an evaluation is due."""
         trainer.check_val_every_n_epoch = 1 if self._bridge.evaluates_next else 2**60
 
     def on_train_batch_start(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Set the learning rate of a step, and the weight of a micro-batch."""
+        """Set the weight of a micro-batch, and the learning rate before the first one of a step."""
         self._clock.lap("data")
         if batch_idx % self._source.accumulation_steps == 0:
             self._lr = self._bridge.lr
             self._rates.set_job_rate(self._lr)
-        # Lightning divides by the number of micro-batches: their shares add up without that.
+        # Lightning divides by the number of micro-batches; the shares sum to 1 without that.
         self._strategy.share = self._source.share_of(batch_idx) * self._source.accumulation_steps
 
     def on_before_backward(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, loss: torch.Tensor
     ) -> None:
-        """Note the end of the forward pass."""
+        """Record the loss and the end of the forward pass."""
         self._local_loss = self._local_loss + loss.detach().double() * self._strategy.share
         self._clock.lap("forward")
 
     def on_after_backward(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        """Note the end of the backward pass; what follows is waiting for other ranks."""
+        """Record the end of the backward pass; the wait for other ranks follows."""
         self._clock.lap("backward")
 
     def on_before_optimizer_step(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Note that all gradients are there; they are not clipped yet."""
+        """Record the end of the all-reduce; compute the gradient norm, if requested, before clipping."""
         self._clock.lap("allreduce_wait")
         assert self._strategy.gradients is not None
         gradients = self._strategy.gradients.gradients()
@@ -289,11 +286,11 @@ class _Moments(lightning.Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Note the end of the update; what callbacks do after it does not belong to a step."""
+        """Record the end of the update; a step's time does not include later callbacks."""
         self._clock.lap("optimizer")
 
     def end_step(self, batch_idx: int) -> None:
-        """Report a step that is complete."""
+        """Report a step after its last micro-batch."""
         number, place = divmod(batch_idx, self._source.accumulation_steps)
         if place < self._source.accumulation_steps - 1:
             return
@@ -308,24 +305,24 @@ class _Moments(lightning.Callback):
         }
         outcome = self._replica.outcome_of(numbers, self._clock, self._strategy.gradients)
         self._bridge.after_step(self._source.steps[number], outcome, self._lr)
-        self._begin_step()  # time in the bridge does not belong to a step
+        self._begin_step()  # a step's time does not include the bridge
 
     def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        """Evaluate the same statistics on all ranks."""
+        """Average running statistics, so that all ranks evaluate the same model."""
         self._replica.sync_buffers()
 
     def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        """Keep what was logged."""
-        found = trainer._logger_connector.metrics["callback"]  # noqa: SLF001  (has no other name)
+        """Store the logged metrics."""
+        found = trainer._logger_connector.metrics["callback"]  # noqa: SLF001  (there is no public name)
         self._replica.metrics = {name: float(value) for name, value in found.items()}
 
     def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        """Let the bridge compare weights before and after the callbacks of the end."""
+        """Let the bridge record the weights before end-of-training callbacks."""
         if self._has_others:
             self._bridge.before_last_callbacks()
 
     def end_epoch(self, trainer: lightning.Trainer) -> None:
-        """Report the end of an epoch."""
+        """Report the end of an epoch, if it is complete; otherwise, stop training."""
         if self._bridge.is_epoch_complete:
             self._bridge.finish_epoch()
             self._bridge.after_epoch()
@@ -335,7 +332,7 @@ class _Moments(lightning.Callback):
 
 
 class _Ends(lightning.Callback):
-    """Reports the ends of steps and epochs; the last of all callbacks, so that what they did is saved."""
+    """Callback that reports the ends of steps and epochs; the last, so that effects of others are saved."""
 
     def __init__(self, moments: _Moments, callbacks: list[lightning.Callback], saved: CallbackState) -> None:
         self._moments = moments
@@ -355,7 +352,7 @@ class _Ends(lightning.Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Report a step that is complete."""
+        """Report a step after its last micro-batch."""
         self._moments.end_step(batch_idx)
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
@@ -364,7 +361,7 @@ class _Ends(lightning.Callback):
 
 
 def log_exactly(module: lightning.LightningModule) -> None:
-    """Let what ``validation_step`` logs be the mean over all samples of all ranks."""
+    """Make metrics that ``validation_step`` logs means over the samples of all ranks."""
     plain = module.log
 
     def log(name: str, value: object, *args: object, **kwargs: object) -> None:

@@ -1,4 +1,4 @@
-"""A Lightning module as the rest of the product sees it."""
+"""The Lightning module of one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horovod_train.frameworks.torch.step.replica import TorchReplica
 
 
 class LightningReplica(SavesCallbacks, TorchReplica):
-    """A module as the rest of the product sees it; steps and evaluations are made by ``Trainer``."""
+    """The module and optimizer of one rank; ``Trainer`` performs steps and evaluations."""
 
     def __init__(self, module: lightning.LightningModule, **arguments: Any) -> None:
         super().__init__(model=module, **arguments)
@@ -20,9 +20,9 @@ class LightningReplica(SavesCallbacks, TorchReplica):
         self.evaluate_now: Callable[[], dict[str, float]] = dict
 
     def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
-        """Return what ``validation_step`` has logged, over all ranks, on rank 0; others return nothing.
+        """Return the metrics of ``validation_step`` over all ranks, on rank 0; else an empty mapping.
 
-        At the end of an epoch ``Trainer`` has evaluated already; without that, it does so now.
+        ``Trainer`` evaluates, unless it has already done so at the end of an epoch.
         """
         metrics = self.evaluate_now() if self.metrics is None else self.metrics
         self.metrics = None

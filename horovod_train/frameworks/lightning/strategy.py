@@ -1,4 +1,4 @@
-"""A Lightning strategy: ranks that Horovod's launcher started, gradients summed while backward runs."""
+"""Lightning strategy that trains on Horovod's ranks, and sums gradients while backward runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FACTOR = "horovod_train_lr_factor"
 
 
 class HorovodEnvironment(ClusterEnvironment):
-    """Ranks that ``horovodrun``, ``mpirun`` or ``srun`` started."""
+    """Cluster environment of ranks that ``horovodrun``, ``mpirun`` or ``srun`` started."""
 
     def __init__(self, world: Communicator) -> None:
         super().__init__()
@@ -44,22 +44,22 @@ class HorovodEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Lightning starts no process."""
+        """True: Lightning must not start processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Not used: torch.distributed is never started."""
+        """Not used: torch.distributed is never initialized."""
         return socket.gethostname()
 
     @property
     def main_port(self) -> int:
-        """Not used: torch.distributed is never started."""
+        """Not used: torch.distributed is never initialized."""
         return 0
 
     @staticmethod
     def detect() -> bool:
-        """Never chosen by itself; the strategy brings it."""
+        """Return False: only ``HorovodStrategy`` selects this environment."""
         return False
 
     def world_size(self) -> int:
@@ -67,48 +67,43 @@ class HorovodEnvironment(ClusterEnvironment):
         return self._world.size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher has decided."""
+        """Do nothing: the launcher sets the size."""
 
     def global_rank(self) -> int:
-        """Return this process's number."""
+        """Return the rank of this process."""
         return self._world.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher has decided."""
+        """Do nothing: the launcher sets the rank."""
 
     def local_rank(self) -> int:
-        """Return this process's number among the ranks of its host."""
+        """Return the local rank of this process."""
         return self._world.local_rank
 
     def node_rank(self) -> int:
-        """Return the number of the host."""
+        """Return the index of the host."""
         return int(os.environ.get("HOROVOD_CROSS_RANK", "0"))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Ignore the setting of ``Trainer``: the launcher has decided."""
+        """Do nothing: the launcher sets the number of ranks, not ``Trainer``."""
 
 
 class HorovodStrategy(ParallelStrategy):
     """Data-parallel training on Horovod's ranks.
 
-    With automatic optimization, gradients are summed while backward still runs, only in the last
-    micro-batch of an accumulation, and before clipping. With manual optimization, an optimizer's
-    gradients are summed when it steps.
+    With automatic optimization, gradients are summed while backward runs, only in the last micro-batch of a
+    step, and before clipping. With manual optimization, the gradients of an optimizer are averaged before its
+    step. The first five arguments are as in other strategies; ``cluster_environment`` is not used.
 
     Args:
-        accelerator: Given by ``Trainer``.
-        parallel_devices: Given by ``Trainer``.
-        cluster_environment: Not used: the launcher has decided.
-        checkpoint_io: As in any strategy.
-        precision_plugin: As in any strategy.
-        scale_learning_rate: How rates of optimizers and schedulers follow the number of ranks:
-            linear (x ranks), sqrt or none. Right again when a checkpoint is resumed on another number.
-        bucket_size_mib: Gradients travel in pieces of about this size.
-        wire_dtype: Type of gradients on the way: fp32, fp16 or bf16.
-        world: The ranks; None: those this process was started with.
+        scale_learning_rate: Scaling of learning rates with the number of ranks: linear, sqrt or none. Rates
+            in checkpoints of another number of ranks are adapted.
+        bucket_size_mib: Approximate size of a bucket of gradients.
+        wire_dtype: Data type in which gradients are sent: fp32, fp16 or bf16.
+        world: The communicator; None: that of this process.
 
     Raises:
-        EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
+        EngineError: The process is one of several ranks, and Horovod is missing or cannot start.
     """
 
     strategy_name = "horovod"
@@ -138,24 +133,24 @@ class HorovodStrategy(ParallelStrategy):
                 f"scale_learning_rate is {scale_learning_rate!r}", hint=f"use one of {', '.join(rules)}"
             )
         self.lr_factor = rules[scale_learning_rate]
-        self.share = 1.0 / self.world.size  # of a micro-batch in its step: all are alike
+        self.share = 1.0 / self.world.size  # weight of this rank's loss in the step
         self.gradients: Strategy | None = None
         self.loss: torch.Tensor | None = None
         self._weighted_loss: torch.Tensor | None = None
         self._is_blocked = False
 
-    # -- who is where
+    # -- ranks and devices
 
     @property
     def is_distributed(self) -> bool:
-        """Without it, Lightning would inject no sampler."""
+        """True: otherwise, Lightning would not inject a distributed sampler."""
         return True
 
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
         devices: list[torch.device] = self.parallel_devices or [torch.device("cpu")]
-        # Of the devices that Trainer was given: one, where a rank sees its own alone, or one for each rank.
+        # Trainer passes one device, if each rank sees only its own, or else one for each rank.
         return devices[self.local_rank if len(devices) > self.local_rank else 0]
 
     @property
@@ -169,7 +164,7 @@ class HorovodStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def setup(self, trainer: lightning.Trainer) -> None:
-        """Take over rank 0's weights; make what sums gradients."""
+        """Broadcast rank 0's weights; to fit, also scale learning rates and create the gradient reducer."""
         super().setup(trainer)
         assert self.model is not None
         if self.world.size > 1:
@@ -185,7 +180,7 @@ class HorovodStrategy(ParallelStrategy):
                     self.gradients.defer_results()
 
     def teardown(self) -> None:
-        """Let go of the parameters."""
+        """Detach the gradient reducer from the parameters."""
         if self.gradients is not None:
             self.gradients.close()
         self.gradients = None
@@ -205,7 +200,7 @@ class HorovodStrategy(ParallelStrategy):
         *args: object,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Run backward for this rank's share of the loss."""
+        """Run backward for this rank's weighted loss."""
         if self.gradients is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         weighted = closure_loss * self.share
@@ -214,12 +209,12 @@ class HorovodStrategy(ParallelStrategy):
         return super().backward(weighted, optimizer, *args, **kwargs)
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Reduce gradients as soon as they are computed, in the last backward of a step."""
+        """Enable the all-reduce of gradients while backward runs, in the last backward of a step."""
         if self.gradients is not None and not self._is_blocked:
             self.gradients.set_requires_sync(is_last=True)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Wait for the other ranks' gradients, after the last backward of a step."""
+        """Wait for the all-reduce of gradients, after the last backward of a step."""
         if self.gradients is not None and not self._is_blocked:
             assert self._weighted_loss is not None
             self.loss = self.gradients.reduce(self._weighted_loss)
@@ -227,7 +222,7 @@ class HorovodStrategy(ParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate without talking to other ranks."""
+        """Accumulate gradients without communication."""
         self._is_blocked = True
         try:
             yield
@@ -241,13 +236,13 @@ class HorovodStrategy(ParallelStrategy):
         model: object = None,
         **kwargs: object,
     ) -> object:
-        """Step; with manual optimization, sum the optimizer's gradients first."""
+        """Perform an optimizer step; with manual optimization, average the optimizer's gradients first."""
         if self.world.size > 1 and not self._is_automatic:
             self._average_gradients_of(optimizer)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _average_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace gradients by their mean over ranks; one that any rank has, all ranks get."""
+        """Average gradients over ranks; a rank without a gradient that others have contributes zeros."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         num_users = self.world.allreduce_sum([float(p.grad is not None) for p in parameters])
         used = [p for p, users in zip(parameters, num_users, strict=True) if users]
@@ -260,10 +255,10 @@ class HorovodStrategy(ParallelStrategy):
         for parameter, mean in zip(used, means, strict=True):
             parameter.grad = mean
 
-    # -- what ranks tell each other
+    # -- collectives
 
     def reduce(self, tensor: Any, group: object = None, reduce_op: Any = "mean") -> Any:
-        """Return a tensor's mean, sum, smallest or largest value over ranks; others are returned as is."""
+        """Return the mean, sum, minimum or maximum of a tensor over ranks; other objects are unchanged."""
         if self.world.size == 1 or not isinstance(tensor, torch.Tensor):
             return tensor
         name = str(getattr(reduce_op, "name", reduce_op)).rpartition(".")[2].lower()
@@ -293,10 +288,10 @@ class HorovodStrategy(ParallelStrategy):
         return gathered
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return a rank's object: numbers, text, tensors, and lists, tuples and mappings of them.
+        """Return rank ``src``'s object: numbers, text, tensors, and lists, tuples and mappings of them.
 
         Raises:
-            UserError: The object is something else: it would have to be pickled, and is not.
+            UserError: The object has another type; objects are not pickled.
         """
         if self.world.size == 1:
             return obj
@@ -310,7 +305,7 @@ class HorovodStrategy(ParallelStrategy):
         return unpack_tensors(*parse_state(self.world.allgather(data)[src]))["value"]
 
     def barrier(self, name: str | None = None) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this method."""
         barrier(self.world)
 
     @property
@@ -319,7 +314,7 @@ class HorovodStrategy(ParallelStrategy):
         return self.world
 
     def _synchronize_metrics(self) -> None:
-        """Let torchmetrics see all ranks: it only knows torch.distributed by itself."""
+        """Make torchmetrics synchronize over all ranks: on its own, it supports only torch.distributed."""
         assert self.lightning_module is not None
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
@@ -327,7 +322,7 @@ class HorovodStrategy(ParallelStrategy):
                 module.distributed_available_fn = lambda: True
 
     def _gather_tensors(self, tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
-        """Return the tensor of each rank; first dimensions may differ."""
+        """Return the tensor of each rank; shapes may differ."""
         tree, arrays = pack_tensors({"value": tensor}, None)
         pieces = self.world.allgather(dump_state(tree, arrays))
         return [unpack_tensors(*parse_state(piece))["value"].to(tensor.device) for piece in pieces]
@@ -337,14 +332,14 @@ class HorovodStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, object], filepath: str | os.PathLike[str], storage_options: object = None
     ) -> None:
-        """Write a checkpoint, on rank 0; note how rates were scaled."""
+        """Write a checkpoint on rank 0, with the factor on learning rates."""
         checkpoint[FACTOR] = self.lr_factor
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, object]:
-        """Read a checkpoint; rates that were scaled for another number of ranks are made right."""
+        """Read a checkpoint; adapt learning rates that were scaled by another factor."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         ratio = self.lr_factor / checkpoint.get(FACTOR, self.lr_factor)
         if ratio != 1.0:
@@ -353,7 +348,7 @@ class HorovodStrategy(ParallelStrategy):
 
 
 def scale_rates(optimizers: Any, schedulers: Any, factor: float) -> None:
-    """Multiply the rates of optimizers, and those that their schedulers start from."""
+    """Multiply the learning rates of optimizers, and the base rates of their schedulers."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for key in ("lr", "initial_lr"):
@@ -365,7 +360,7 @@ def scale_rates(optimizers: Any, schedulers: Any, factor: float) -> None:
 
 
 def rescale_checkpoint(checkpoint: Mapping[str, Any], ratio: float) -> None:
-    """Multiply every rate that a Lightning checkpoint holds."""
+    """Multiply all learning rates in a Lightning checkpoint."""
     for state in checkpoint.get("optimizer_states", []):
         for group in state["param_groups"]:
             for key in ("lr", "initial_lr"):

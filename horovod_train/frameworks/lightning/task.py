@@ -1,4 +1,4 @@
-"""What a user brings for Lightning.
+"""Interface of a task for Lightning.
 
 class MyTask:
     def model(self): ...        a LightningModule with training_step, and validation_step to evaluate
@@ -7,7 +7,7 @@ class MyTask:
     def eval_data(self): ...    optional: data for evaluation
     def callbacks(self): ...    optional: a list of Lightning callbacks
 
-The optimizer and its learning rate are the job's: ``configure_optimizers`` is not called.
+The job sets the optimizer and its learning rate: ``configure_optimizers`` is not called.
 """
 
 from __future__ import annotations

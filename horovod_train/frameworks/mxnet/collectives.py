@@ -1,4 +1,4 @@
-"""The ranks of a job, through Horovod's MXNet binding."""
+"""Communicator that uses Horovod's MXNet binding."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from horovod_train.collectives.horovod import Array, HorovodCommunicator
 
 
 class MxnetCommunicator(HorovodCommunicator):
-    """A world of ranks."""
+    """Communicator for MXNet."""
 
     BINDING = "mxnet"
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
-        # MXNet's engine runs collectives by itself and passes on what they raised as its own error.
+        # MXNet's engine runs collectives asynchronously, and raises their errors as MXNetError.
         self.lost = (*self.lost, mx.base.MXNetError)
 
     def allreduce_array(self, array: Array, name: str) -> Array:
@@ -26,6 +26,6 @@ class MxnetCommunicator(HorovodCommunicator):
         return total
 
     def allgather_arrays(self, array: Array, name: str) -> Array:
-        """Return the arrays of all ranks, one after the other."""
+        """Return the concatenated arrays of all ranks, by rank."""
         joined: Array = self.hvd.allgather(mx.nd.array(array, dtype=array.dtype), name=name).asnumpy()
         return joined

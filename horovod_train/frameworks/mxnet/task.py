@@ -1,4 +1,4 @@
-"""What a user brings for MXNet.
+"""Interface of a task for MXNet.
 
 class MyTask:
     def model(self): ...                a gluon Block, initialized

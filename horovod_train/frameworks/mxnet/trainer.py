@@ -1,4 +1,4 @@
-"""A gluon Trainer that applies the mean gradient of all ranks, for users with their own loop."""
+"""Gluon Trainer that averages gradients over ranks, for users' own training loops."""
 
 from __future__ import annotations
 
@@ -14,23 +14,19 @@ from horovod_train.frameworks.mxnet.exchange import Exchange
 
 
 def init() -> Communicator:
-    """Join the ranks this process was started with; a world of one when there are none.
+    """Initialize Horovod, and return the communicator; of one rank, if this process was started alone.
 
     Raises:
-        EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
+        EngineError: The process is one of several ranks, and Horovod is missing or cannot start.
     """
     return join(MxnetCommunicator)
 
 
 class DistributedTrainer(mx.gluon.Trainer):
-    """A ``gluon.Trainer`` whose ``step(batch_size)`` takes this rank's batch size.
+    """A ``gluon.Trainer`` that averages gradients over ranks; ``step`` receives this rank's batch size.
 
-    Args:
-        params: As in ``gluon.Trainer``.
-        optimizer: As in ``gluon.Trainer``.
-        world: The ranks.
-        optimizer_params: As in ``gluon.Trainer``.
-        bucket_size_mib: Gradients travel in pieces of about this size.
+    The arguments are those of ``gluon.Trainer``, the communicator, and the approximate size of a bucket of
+    gradients.
     """
 
     def __init__(
@@ -51,10 +47,10 @@ class DistributedTrainer(mx.gluon.Trainer):
 
 
 def broadcast(world: Communicator, params: Any) -> None:
-    """Give parameters rank 0's values: call it before the first step, when all have their shapes.
+    """Assign rank 0's values to parameters. Call this before the first step, when all shapes are known.
 
     Raises:
-        UserError: Ranks hold different parameters.
+        UserError: Ranks have different parameters.
     """
     if world.size == 1:
         return

@@ -1,4 +1,4 @@
-"""The ranks of a job, through Horovod's TensorFlow binding."""
+"""Communicator that uses Horovod's TensorFlow binding."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from horovod_train.collectives.horovod import Array, HorovodCommunicator
 
 
 class TensorflowCommunicator(HorovodCommunicator):
-    """A world of ranks."""
+    """Communicator for TensorFlow."""
 
     BINDING = "tensorflow"
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
-        # Operations in a graph cannot raise Horovod's own error.
+        # Operations in a graph raise these instead of Horovod's error.
         self.lost = (*self.lost, tf.errors.UnknownError, tf.errors.FailedPreconditionError)
 
     def allreduce_array(self, array: Array, name: str) -> Array:
@@ -27,7 +27,7 @@ class TensorflowCommunicator(HorovodCommunicator):
         return result
 
     def allgather_arrays(self, array: Array, name: str) -> Array:
-        """Return the arrays of all ranks, one after the other."""
+        """Return the concatenated arrays of all ranks, by rank."""
         with tf.device("CPU:0"):
             joined: Array = self.hvd.allgather(tf.constant(array), name=name).numpy()
         return joined

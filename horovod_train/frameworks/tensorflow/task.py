@@ -1,4 +1,4 @@
-"""What a user brings for TensorFlow.
+"""Interface of a task for TensorFlow.
 
 class MyTask:
     def model(self): ...                         a keras.Model or tf.Module

@@ -1,11 +1,6 @@
 """Hugging Face Transformers on Horovod.
 
-trainer.py     HorovodTrainerMixin and HorovodTrainer, for any script with a ``Trainer``
-framework.py   makes everything for a job
-replica.py     a model as the rest of the product sees it
-task.py        what a user brings
-
-For a script of your own:
+In a script:
 
     from horovod_train.frameworks.transformers import HorovodTrainer, init
 

@@ -1,4 +1,4 @@
-"""Makes everything that a job needs of Transformers, and lets its ``Trainer`` train it."""
+"""The framework Transformers: replica and readers of a job, and training by ``Trainer``."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TransformersFramework(TorchBased):
     """Transformers, for one job in one process."""
 
     def connect(self, job: Job) -> Communicator:
-        """Join the ranks this process was started with; a world of one when there are none."""
+        """Initialize Horovod, and return the communicator; of one rank, if this process was started alone."""
         if job.launch.threads_per_rank is not None:
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
@@ -121,7 +121,7 @@ class TransformersFramework(TorchBased):
         return self._replica, self._train_reader, read(eval_set) if eval_set is not None else None
 
     def fit(self, bridge: Bridge) -> None:
-        """Let ``Trainer`` train to the end of the job."""
+        """Train to the end of the job with ``Trainer``."""
         bridge.begin()
         if not bridge.is_done:
             trainer = self._trainer
@@ -144,7 +144,7 @@ class TransformersFramework(TorchBased):
         }
 
     def _arguments(self, *, on_cpu: bool) -> TrainingArguments:
-        """Return arguments that leave to this package what this package does."""
+        """Return arguments of a trainer that does not log, save or evaluate, because this package does."""
         job = self._job
         logging.getLogger("transformers.trainer").setLevel(logging.WARNING)
         return TrainingArguments(
@@ -161,7 +161,7 @@ class TransformersFramework(TorchBased):
             save_strategy="no",
             eval_strategy="no",
             logging_strategy="no",
-            logging_nan_inf_filter=False,  # it would look at the loss in each step; the replica does
+            logging_nan_inf_filter=False,  # it would read the loss in each step, as the replica does
             report_to=[],
             disable_tqdm=True,
             remove_unused_columns=False,
@@ -170,15 +170,15 @@ class TransformersFramework(TorchBased):
 
 
 class _NoSchedule(LRScheduler):
-    """Leaves the learning rates as the job has set them."""
+    """Scheduler that does not change the learning rates, which the job sets."""
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Return the rates that are set."""
+        """Return the current learning rates."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
 class _JobTrainer(HorovodTrainerMixin, Trainer):
-    """A trainer whose batches, learning rate and end come from the job."""
+    """Trainer whose batches, learning rate and end are determined by the job."""
 
     bridge: Bridge
     source: _Source
@@ -192,14 +192,14 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Nothing is known of the next step yet."""
+        """Reset clock, losses and gradient norm before a step."""
         self.clock = self.replica.new_clock()
         self.loss_of_step = torch.zeros(())
         self.local_loss_of_step = torch.zeros(())
         self.norm: torch.Tensor | None = None
 
     def get_train_dataloader(self) -> Any:
-        """Return what the shard rule gives this rank."""
+        """Return this rank's batches."""
         return self.source
 
     def _lengths(self) -> list[int]:
@@ -210,19 +210,19 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
         return self.bridge.epoch, 0
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the micro-batches of a step."""
+        """Return the micro-batches of a step; record the time for reading."""
         found = super().get_batch_samples(*args, **kwargs)
         self.clock.lap("data")
         return found
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Return this rank's part of the loss."""
+        """Return this rank's weighted loss; record the end of the forward pass."""
         found = super().compute_loss(*args, **kwargs)
         self.clock.lap("forward")
         return found
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Make a forward and backward pass."""
+        """Run a forward and backward pass; record its end."""
         found = super().training_step(*args, **kwargs)
         self.clock.lap("allreduce_wait" if self.accelerator.sync_gradients else "backward")
         return found
@@ -234,16 +234,13 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        # What it returns is the norm before clipping, of gradients that are unscaled now.
+        # The result is the norm before clipping; the loss scale has been removed from gradients.
         norm = self.norm = super()._clip_grad_norm(model)
         return norm
 
 
 class _Source:
-    """The shard rule as ``Trainer`` can read it: the same number of micro-batches in every step.
-
-    Where the rule gives a rank fewer samples (at the end of an epoch), it reads one that weighs nothing.
-    """
+    """Batches for ``Trainer``, the same number per step; spare batches of weight 0 replace missing ones."""
 
     def __init__(self, bridge: Bridge, reader: TorchReader, job: Job, world: Communicator) -> None:
         self._bridge = bridge
@@ -254,7 +251,7 @@ class _Source:
         self.number = 0
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of a whole epoch; the first after a resume has fewer."""
+        """Return the number of micro-batches in a whole epoch; a resumed epoch has fewer."""
         return self._num_steps * self._accumulation_steps
 
     def __iter__(self) -> Iterator[object]:
@@ -264,12 +261,12 @@ class _Source:
                 yield batch
 
     def lengths(self) -> list[int]:
-        """Return how many samples each micro-batch of the coming step has; 0: it does not count."""
+        """Return the number of counted samples in each micro-batch of the next step."""
         return lengths_of(self.steps[self.number].share.micro_batches, self._accumulation_steps)
 
 
 class _Moments(TrainerCallback):
-    """Prepares and times the steps of ``Trainer``; the first of all callbacks."""
+    """Callback that prepares and times the steps; it is called before all other callbacks."""
 
     def __init__(self, trainer: _JobTrainer, bridge: Bridge, *, has_others: bool) -> None:
         self._trainer = trainer
@@ -281,14 +278,14 @@ class _Moments(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Set the learning rate of the step that begins."""
+        """Set the learning rate of the step."""
         self._lr = self._bridge.lr
         self._rates.set_job_rate(self._lr)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Take the gradient norm, when clipping has not."""
+        """Compute the gradient norm, if requested and not computed by clipping."""
         trainer = self._trainer
         if trainer.norm is None and self._bridge.wants_norm:
             assert trainer.gradients is not None
@@ -297,18 +294,18 @@ class _Moments(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Note the end of the update; what callbacks do after it does not belong to a step."""
+        """Record the end of the update; a step's time does not include later callbacks."""
         self._trainer.clock.lap("optimizer")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Let the bridge compare weights before and after the callbacks of the end."""
+        """Let the bridge record the weights before end-of-training callbacks."""
         if self._has_others:
             self._bridge.before_last_callbacks()
 
     def end_step(self) -> None:
-        """Report a step that is complete."""
+        """Report a completed step."""
         trainer, source = self._trainer, self._trainer.source
         assert trainer.gradients is not None
         numbers = {
@@ -321,10 +318,10 @@ class _Moments(TrainerCallback):
         step = source.steps[source.number]
         source.number += 1
         self._bridge.after_step(step, outcome, self._lr)
-        trainer.begin_step()  # time in the bridge does not belong to a step
+        trainer.begin_step()  # a step's time does not include the bridge
 
     def end_epoch(self, control: TrainerControl) -> None:
-        """Report the end of an epoch."""
+        """Report the end of an epoch, if it is complete; otherwise, stop training."""
         if self._bridge.is_epoch_complete:
             self._bridge.finish_epoch()
             self._bridge.after_epoch()
@@ -334,7 +331,7 @@ class _Moments(TrainerCallback):
 
 
 class _Ends(TrainerCallback):
-    """Reports the ends of steps and epochs; the last of all callbacks, so that what they did is saved."""
+    """Callback that reports the ends of steps and epochs; the last, so that effects of others are saved."""
 
     def __init__(self, moments: _Moments, state: Attributes, saved: CallbackState) -> None:
         self._moments = moments
@@ -350,7 +347,7 @@ class _Ends(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Report a step that is complete."""
+        """Report a completed step."""
         self._moments.end_step()
 
     def on_epoch_end(

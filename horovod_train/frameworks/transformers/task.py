@@ -1,7 +1,7 @@
-"""What a user brings for Transformers.
+"""Interface of a task for Transformers.
 
 class MyTask:
-    def model(self): ...            a model that returns its loss when it is given labels
+    def model(self): ...            a model that returns its loss if a batch contains labels
     def train_data(self): ...       a dataset of dictionaries with __len__ and __getitem__
 
     def eval_data(self): ...        optional: data for evaluation
@@ -9,7 +9,7 @@ class MyTask:
     def metrics(self, found): ...   optional: {name: value} of an EvalPrediction over all samples
     def callbacks(self): ...        optional: a list of TrainerCallbacks
 
-The optimizer and its learning rate are the job's.
+The job sets the optimizer and its learning rate.
 """
 
 from __future__ import annotations

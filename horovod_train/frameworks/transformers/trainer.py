@@ -1,8 +1,8 @@
-"""A Transformers ``Trainer`` on Horovod's ranks.
+"""Transformers ``Trainer`` on Horovod's ranks.
 
-Accelerate is left in the belief that there is one process: it would start torch.distributed. What it
-does for several processes is done here: shards, the sum of gradients, the mean over tokens, the
-evaluation, and who writes files.
+Accelerate must detect a single process, because it initializes torch.distributed for several. This module
+implements what Accelerate does for several processes: parts of the data, the sum of gradients, the mean over
+tokens, the evaluation, and writing of files on rank 0.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from horovod_train.frameworks.torch.strategies.base import Strategy
 
 Inputs = dict[str, torch.Tensor]
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
-Predictions = Any  # arrays in any nest, or None
+Predictions = Any  # nested structure of arrays, or None
 
 _world: Communicator | None = None
 
-# Accelerate takes these for the sign of its own launcher, and fails without MASTER_ADDR.
+# With these variables, Accelerate assumes its own launcher, and fails without MASTER_ADDR.
 FOREIGN = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_")
 
 
 def init(job: Job | None = None, environ: MutableMapping[str, str] = os.environ) -> Communicator:
-    """Join the ranks this process was started with; a world of one when there are none.
+    """Initialize Horovod, and return the communicator; of one rank, if this process was started alone.
 
-    Has to be called before ``TrainingArguments`` are made: variables by which Accelerate would take
-    MPI's ranks for its own are removed from the environment.
+    Must be called before ``TrainingArguments`` are created, because it removes the variables of MPI's
+    launchers from the environment (see ``hide_launcher``).
 
     Raises:
-        EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
+        EngineError: The process is one of several ranks, and Horovod is missing or cannot start.
     """
-    global _world  # noqa: PLW0603  (a process is in one world, and its variables are gone after the first call)
+    global _world  # noqa: PLW0603  (one communicator per process; the first call removes variables)
     if _world is None:
         _world = join(TorchCommunicator, job)
         hide_launcher(environ)
@@ -65,17 +65,17 @@ def init(job: Job | None = None, environ: MutableMapping[str, str] = os.environ)
 
 
 def hide_launcher(environ: MutableMapping[str, str]) -> None:
-    """Remove the variables by which Accelerate would take MPI's ranks for its own."""
+    """Remove the variables by which Accelerate detects ranks of MPI, which it would use as its own."""
     for name in [name for name in environ if name.startswith(FOREIGN)]:
         del environ[name]
 
 
 class HorovodTrainerMixin:
-    """Makes a ``Trainer`` train on all ranks. Put it first: ``class T(HorovodTrainerMixin, Trainer)``.
+    """Mixin that trains on all ranks; the first base class: ``class T(HorovodTrainerMixin, Trainer)``.
 
-    ``world``, ``bucket_size_mib``, ``wire_dtype`` and ``device`` (else the rank's own GPU) can be given by
-    name next to the arguments of the trainer. Each rank reads its part of every global batch, and each sample
-    counts once in an epoch; one process alone trains on the same global batches in the same order.
+    Further keyword arguments of the trainer are ``world``, ``bucket_size_mib``, ``wire_dtype`` and ``device``
+    (default: the rank's GPU). Each rank reads its part of every global batch, and each sample counts once per
+    epoch. A single process trains on the same global batches in the same order.
     """
 
     args: TrainingArguments
@@ -97,7 +97,7 @@ class HorovodTrainerMixin:
         **kwargs: Any,
     ) -> None:
         self.world = init() if world is None else world
-        self._ranks = with_tensors(self.world)  # once: it takes long compared with a step
+        self._ranks = with_tensors(self.world)  # once: slow compared with a step
         self._allreduce = Allreduce.model_validate(
             {"bucket_size_mib": bucket_size_mib, "wire_dtype": wire_dtype}
         )
@@ -105,7 +105,7 @@ class HorovodTrainerMixin:
         self.local_loss = torch.zeros(())
         self._weights: (
             list[float] | list[torch.Tensor]
-        ) = []  # of the micro-batches that the current step still has
+        ) = []  # of the remaining micro-batches of the current step
         given = kwargs.get("args") or next((a for a in args if isinstance(a, TrainingArguments)), None)
         if given is None:
             kwargs["args"] = given = TrainingArguments()
@@ -114,10 +114,10 @@ class HorovodTrainerMixin:
             use_one_device(given, device or choose_device(Job(name="library", task="own:Loop"), self.world))
         super().__init__(*args, **kwargs)
 
-    # -- who reads what
+    # -- training data
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return this rank's part of every global batch."""
+        """Return a loader of this rank's part of every global batch."""
         batches = ShardedBatches(
             checked_length(self.train_dataset),
             self.world,
@@ -141,33 +141,33 @@ class HorovodTrainerMixin:
     def get_batch_samples(
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
     ) -> tuple[list[Inputs], torch.Tensor | None]:
-        """Return the micro-batches of a step, and the number of items (tokens) in it over all ranks."""
+        """Return the micro-batches of a step, and the number of its items (tokens) over all ranks."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         if not samples:
             return samples, num_items
         lengths = self._lengths()
-        # All batches, also those that do not count: then all ranks know alike whether items are counted.
+        # Includes batches of weight 0, so that all ranks decide identically whether items are counted.
         has_items = self._get_num_items_in_batch(samples, device) is not None  # type: ignore[attr-defined]
         real = [batch for batch, length in zip(samples, lengths, strict=True) if length]
         mine = self._get_num_items_in_batch(real, device) if has_items and real else 0  # type: ignore[attr-defined]
-        # Filled on the device, and never read here: the host does not wait for it.
+        # Filled on the device and not read here, so that the host does not wait for the device.
         numbers = torch.full((2,), float(sum(lengths)), dtype=torch.float64, device=device)
         numbers[1] = mine
         total, items = self._sum_over_ranks(numbers)
         if has_items:
-            # The model divides by the items of the whole step.
+            # The model divides by the number of items in the whole step.
             self._weights = [float(length > 0) for length in lengths]
             return samples, items.float()
-        # A mean over a micro-batch counts by its samples; Trainer divides by the number of micro-batches.
+        # Means over micro-batches are weighted by samples; Trainer divides by the number of micro-batches.
         self._weights = [length / total * len(samples) for length in lengths]
         return samples, None
 
     def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise sum; on a device, without waiting for it."""
+        """Return the elementwise sum over ranks; on a GPU, the host does not wait for it."""
         return self._ranks.wait(self._ranks.start_allreduce(numbers, "horovod_train.items"))
 
     def _lengths(self) -> list[int]:
-        """Return how many samples each micro-batch of the coming step has; 0: it does not count."""
+        """Return the number of counted samples in each micro-batch of the next step."""
         return self._batches.lengths(self.state.global_step)
 
     # -- gradients
@@ -175,36 +175,36 @@ class HorovodTrainerMixin:
     def compute_loss(
         self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """Return the loss; in training this rank's part of the mean over the global batch."""
+        """Return the loss; in training, weighted for the mean over the global batch."""
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
         if not model.training or return_outputs:
             return found
         weight = self._weights.pop(0)
-        # A tensor of 64 bits would change the loss's type; rounded before, the weight would be another.
+        # The product is converted to the dtype of the loss: rounding the float64 weight would change it.
         return (found * weight).to(found.dtype)
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run a forward and backward pass; after the last of a step, wait for the other ranks."""
+        """Run a forward and backward pass; after the last of a step, wait for the sum over ranks."""
         if self.gradients is None:
             self._prepare_ranks(model)
         assert self.gradients is not None
         is_last = bool(self.accelerator.sync_gradients)
         if is_last:
             self.gradients.set_requires_sync(is_last=True)
-        # A model's loss may have shape [1], which Trainer adds to one of shape [].
+        # A model's loss may have shape [1], but Trainer adds it to a tensor of shape [].
         mine = super().training_step(model, inputs, num_items_in_batch).reshape(())  # type: ignore[misc]
         self.local_loss = self.local_loss.to(mine.device) + mine.detach()
         if not is_last:
             return torch.zeros_like(mine)
         loss = self._complete(self.gradients).clone()
         self.local_loss = torch.zeros_like(mine)
-        # What Trainer logs is the sum over micro-batches: all of it is in the last.
+        # Trainer logs the sum over micro-batches: the last one returns the loss, the others zeros.
         return loss.to(mine.dtype)
 
     def _complete(self, gradients: Strategy) -> torch.Tensor:
-        """Wait for the sum over ranks; return the loss of the global batch."""
+        """Wait for the sum of gradients over ranks; return the loss of the global batch."""
         return gradients.reduce(self.local_loss)
 
     def _prepare_ranks(self, model: nn.Module) -> None:
@@ -226,7 +226,7 @@ class HorovodTrainerMixin:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate this rank's part, and return the result over all samples of all ranks."""
+        """Evaluate this rank's part of the samples; return the result over the samples of all ranks."""
         if self.world.size == 1:
             return super().evaluation_loop(  # type: ignore[misc]
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -253,7 +253,7 @@ class HorovodTrainerMixin:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """Predict a batch; note its loss and length."""
+        """Predict a batch; record its loss and number of samples."""
         found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)  # type: ignore[misc]
         if self.world.size > 1 and found[0] is not None:
             count = batch_length(inputs)
@@ -279,7 +279,7 @@ class HorovodTrainerMixin:
         return EvalLoopOutput(predictions, labels, metrics, num_samples)
 
     def _join(self, mine: object) -> Predictions:
-        """Return the arrays of all ranks, in the order of samples."""
+        """Return the concatenated arrays of all ranks, in the order of samples."""
         tree, found = pack_tree({"value": mine}, lambda leaf: isinstance(leaf, np.ndarray))
         data = dump_state(tree, {name: arrays.to_blob(array) for name, array in found.items()})
         pieces = []
@@ -305,10 +305,7 @@ class HorovodTrainer(HorovodTrainerMixin, Trainer):
 
 @dataclass
 class ShardedBatches:
-    """This rank's micro-batches of each epoch, as lists of indices: the same number on every rank.
-
-    Where the shard rule gives a rank fewer samples, it reads one that weighs nothing.
-    """
+    """This rank's micro-batches of an epoch, as lists of indices; a missing one has a sample of weight 0."""
 
     num_samples: int
     world: Communicator
@@ -344,36 +341,32 @@ class ShardedBatches:
                     yield [int(order[0])]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: its order is its own."""
+        """Set the epoch, which determines the order of samples."""
         self.epoch = epoch
 
     def lengths(self, step: int) -> list[int]:
-        """Return how many samples each micro-batch of a step has; 0: it does not count.
-
-        Args:
-            step: Counted over epochs.
-        """
+        """Return the number of counted samples in each micro-batch of a step, counted over epochs."""
         steps = self._steps()
         return lengths_of(steps[step % len(steps)].micro_batches, self.accumulation_steps)
 
 
 def lengths_of(micro_batches: Sequence[MicroBatch], num_places: int) -> list[int]:
-    """Return how many samples the micro-batch at each place has; 0: there is none, or it does not count."""
+    """Return the number of counted samples in each of ``num_places`` micro-batches; missing ones have 0."""
     counted = [len(each) if each.share else 0 for each in micro_batches]
     return [*counted, *[0] * (num_places - len(counted))]
 
 
 class _EpochLoader(DataLoader[Any]):
-    """A loader that tells its batches which epoch begins."""
+    """Loader that passes the epoch to its batch sampler."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch."""
+        """Set the epoch of the batch sampler."""
         assert isinstance(self.batch_sampler, ShardedBatches)
         self.batch_sampler.set_epoch(epoch)
 
 
 def see_all_ranks(args: TrainingArguments, world: Communicator) -> None:
-    """Let training arguments know the ranks: who logs, who saves, how many there are."""
+    """Make training arguments return Horovod's rank and size, which select the ranks that log and save."""
     base = type(args)
     if world.size == 1 or getattr(base, "_sees_all_ranks", False):
         return
@@ -393,12 +386,12 @@ def see_all_ranks(args: TrainingArguments, world: Communicator) -> None:
                 barrier(world)
 
     def as_plain(self: object, _protocol: object) -> tuple[object, ...]:
-        # Python's own way to say: an object of this class, with this state.
+        # Python's default form of a pickled object: its class and its attributes.
         return copyreg._reconstructor, (base, object, None), dict(self.__dict__)  # type: ignore[attr-defined]  # noqa: SLF001
 
     members = {
         "_sees_all_ranks": True,
-        "__reduce_ex__": as_plain,  # saved with the model, and loaded without this class
+        "__reduce_ex__": as_plain,  # saved with the model, and loaded without this package
         "world_size": property(lambda _: world.size),
         "process_index": property(lambda _: world.rank),
         "local_process_index": property(lambda _: world.local_rank),
@@ -408,20 +401,20 @@ def see_all_ranks(args: TrainingArguments, world: Communicator) -> None:
 
 
 def use_one_device(args: TrainingArguments, device: torch.device) -> None:
-    """Let training arguments know one device, the rank's own.
+    """Make training arguments use only this rank's device.
 
-    One process that sees several GPUs would else move to the first of them, as all ranks of a host would, and
-    spread its model over all with ``DataParallel``.
+    Otherwise, each process that sees several GPUs would use the first one, and distribute its model over all
+    GPUs with ``DataParallel``.
     """
-    _ = args.device  # found out now, and replaced
-    for name in ("_setup_devices", "__cached__setup_devices"):  # where versions keep it
+    _ = args.device  # computed now, and replaced below
+    for name in ("_setup_devices", "__cached__setup_devices"):  # names in different versions
         vars(args)[name] = device
-    args._n_gpu = 1  # noqa: SLF001  (Trainer does the same where it wants one)
+    args._n_gpu = 1  # noqa: SLF001  (Trainer does the same to use one GPU)
     torch.cuda.set_device(device)
 
 
 def part_of(dataloader: DataLoader[Any], world: Communicator) -> DataLoader[Any]:
-    """Return a loader of a rank's part of the samples, in their order."""
+    """Return a loader of this rank's part of the samples, in their order."""
     start, stop = split_evenly(checked_length(dataloader.dataset), world.rank, world.size)  # type: ignore[arg-type]
     return DataLoader(
         Subset(dataloader.dataset, range(start, stop)),
@@ -432,7 +425,7 @@ def part_of(dataloader: DataLoader[Any], world: Communicator) -> DataLoader[Any]
 
 
 def concatenated(pieces: list[Any]) -> Predictions:
-    """Join the predictions of ranks; sequences of different lengths are padded with -100, as Trainer does."""
+    """Concatenate predictions of ranks; pad sequences of different lengths with -100, as Trainer does."""
     first = pieces[0]
     if isinstance(first, tuple | list):
         return type(first)(concatenated(list(column)) for column in zip(*pieces, strict=True))

@@ -1,1 +1,1 @@
-"""What differs between the back ends of Keras: a file each."""
+"""Back ends of Keras, one module each."""

@@ -1,4 +1,4 @@
-"""What a back end of Keras is to this package, and the table of those there are."""
+"""Interface of a back end of Keras, and the table of supported back ends."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ BACK_ENDS = {
 
 
 class BackEnd:
-    """One of them; a class for each overrides what is different there.
+    """Base class of the back ends.
 
     Attributes:
-        reads_inside_step: A step reads its batch itself, so reading cannot be timed.
+        reads_inside_step: The compiled step reads its batch, so the time for reading cannot be measured.
         optimizer_sees_micro_steps: The optimizer receives the gradients of each micro-batch.
     """
 
@@ -34,60 +34,53 @@ class BackEnd:
     optimizer_sees_micro_steps = False
 
     def communicator_class(self) -> type[HorovodCommunicator]:
-        """Return the binding that ranks communicate through."""
+        """Return the communicator class for the back end."""
         raise NotImplementedError
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
-        """Return what sums tensors; 32-bit ones travel as ``wire_dtype``, float32 or float16."""
+        """Return the exchange of the back end; ``wire_dtype`` is float32 or float16."""
         raise NotImplementedError
 
     def limit_threads(self, num_threads: int) -> None:
-        """Compute with so many threads."""
+        """Set the number of threads for computation."""
         raise NotImplementedError
 
     def be_deterministic(self) -> None:
-        """Refuse operations whose result can differ."""
+        """Disable nondeterministic operations."""
         raise NotImplementedError
 
     def choose_device(self, job: Job, world: Communicator) -> None:
-        """Take the rank's own GPU, or the CPU.
+        """Select the rank's GPU, or the CPU. Collective.
 
         Raises:
-            UserError: A GPU is required, and this rank has none.
+            UserError: A host has fewer GPUs than ranks.
+            WorldError: A GPU is required and not found, or only some ranks have found GPUs.
         """
         raise NotImplementedError
 
     def check_compile(self, arguments: dict[str, Any]) -> None:
-        """Look at, and correct, what a model of several ranks is compiled with.
-
-        Raises:
-            UserError: It is not supported.
-        """
+        """Correct arguments of ``model.compile`` for several ranks; raise UserError if one is unsupported."""
 
     def stream(self, batches: Iterator[tuple[object, ...]]) -> object:
-        """Return at least one batch in the form that is read best."""
+        """Return batches in the form that ``fit`` reads fastest; there is at least one batch."""
         return batches
 
     def take_back_state(self, model: keras.Model) -> None:
-        """Let a model's variables have their values, where ``fit`` holds them itself during an epoch."""
+        """Update a model's variables, if ``fit`` stores their values elsewhere during an epoch."""
 
     def clear(self, totals: Sequence[keras.Variable]) -> None:
-        """Make accumulated gradients zero, where Keras leaves something behind."""
+        """Set accumulated gradients to zero, if Keras does not do so exactly."""
 
     def generators(self) -> dict[str, Any]:
-        """Return the state of random generators that are neither the model's nor Python's."""
+        """Return the state of the random generators of the back end."""
         return {}
 
     def load_generators(self, states: Mapping[str, Any]) -> None:
-        """Take over what ``generators`` returned, of this back end or another."""
+        """Load the result of ``generators`` of this back end or another one."""
 
 
 def back_end() -> BackEnd:
-    """Return the back end that Keras uses.
-
-    Raises:
-        UserError: It cannot train on several ranks.
-    """
+    """Return the back end that Keras uses; raise UserError if it is not supported."""
     return _named(keras.backend.backend())
 
 

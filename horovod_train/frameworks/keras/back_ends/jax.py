@@ -16,30 +16,30 @@ from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 
 
 class JaxBackEnd(BackEnd):
-    """JAX: variables live outside of the model while ``fit`` trains."""
+    """JAX: ``fit`` stores the values of variables outside of the model."""
 
     optimizer_sees_micro_steps = True
 
     def communicator_class(self) -> type[HorovodCommunicator]:
-        """Return Horovod's binding for PyTorch."""
+        """Return the communicator for PyTorch, because Horovod has no binding for JAX."""
         return TorchCommunicator
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
-        """Return JAX's exchange."""
+        """Return the exchange of JAX arrays."""
         return Exchange(world, bucket_size_bytes, wire_dtype)
 
     def limit_threads(self, num_threads: int) -> None:
-        """Limit XLA's threads; the callback holds one of them while it waits for other ranks."""
+        """Set the number of XLA's threads, at least 2: a callback blocks one while it waits for ranks."""
         os.environ.setdefault("NPROC", str(max(2, num_threads)))
 
     def be_deterministic(self) -> None:
-        """Refuse operations whose result can differ; on a CPU, XLA has none."""
+        """Disable nondeterministic operations on GPUs; XLA has none on a CPU."""
         framework.be_deterministic()
 
     def choose_device(self, job: Job, world: Communicator) -> None:
-        """Take the rank's own GPU, or the CPU."""
+        """Select the rank's GPU, or the CPU."""
         framework.choose_device(job, world)
 
     def take_back_state(self, model: keras.Model) -> None:
-        """Have ``fit`` hand the variables back."""
+        """Copy the values of variables from ``fit`` to the model."""
         model.jax_state_sync()

@@ -19,35 +19,32 @@ from horovod_train.frameworks.tensorflow.exchange import Exchange
 
 
 class TensorflowBackEnd(BackEnd):
-    """TensorFlow: a step is a graph that reads its batch."""
+    """TensorFlow: a step is a graph, which also reads its batch."""
 
     reads_inside_step = True
 
     def communicator_class(self) -> type[HorovodCommunicator]:
-        """Return TensorFlow's binding."""
+        """Return the communicator for TensorFlow."""
         return TensorflowCommunicator
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
-        """Return TensorFlow's exchange."""
+        """Return the exchange of TensorFlow tensors."""
         return Exchange(world, bucket_size_bytes, tf.as_dtype(wire_dtype))
 
     def limit_threads(self, num_threads: int) -> None:
-        """Limit the threads of one operation."""
+        """Set the number of threads of one operation."""
         tf.config.threading.set_intra_op_parallelism_threads(num_threads)
 
     def be_deterministic(self) -> None:
-        """Refuse operations whose result can differ."""
+        """Disable nondeterministic operations."""
         tf.config.experimental.enable_op_determinism()
 
     def choose_device(self, job: Job, world: Communicator) -> None:
-        """Take the rank's own GPU, or the CPU."""
+        """Select the rank's GPU, or the CPU."""
         framework.choose_device(job, world)
 
     def check_compile(self, arguments: dict[str, Any]) -> None:
-        """Let the step not be compiled with XLA, which cannot compile Horovod's operations.
-
-        Left alone, Keras does so wherever there is a GPU.
-        """
+        """Disable XLA, Keras's default on GPUs, because it cannot compile Horovod's operations."""
         if arguments.get("jit_compile") is True:
             raise UserError(
                 "compile() says jit_compile=True, but on TensorFlow XLA cannot compile the exchange of ranks",
@@ -56,5 +53,5 @@ class TensorflowBackEnd(BackEnd):
         arguments["jit_compile"] = False
 
     def stream(self, batches: Iterator[tuple[object, ...]]) -> object:
-        """Return a dataset."""
+        """Return a ``tf.data.Dataset``."""
         return as_dataset(batches)

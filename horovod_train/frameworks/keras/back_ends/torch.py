@@ -18,32 +18,32 @@ from horovod_train.frameworks.torch.comm.exchange import Exchange
 
 
 class TorchBackEnd(BackEnd):
-    """PyTorch: random numbers come from its own generators, too."""
+    """PyTorch: operations also use its own random generators."""
 
     def communicator_class(self) -> type[HorovodCommunicator]:
-        """Return Horovod's binding for PyTorch."""
+        """Return the communicator for PyTorch."""
         return TorchCommunicator
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
-        """Return PyTorch's exchange."""
+        """Return the exchange of PyTorch tensors."""
         return Exchange(world, bucket_size_bytes, getattr(torch, wire_dtype))
 
     def limit_threads(self, num_threads: int) -> None:
-        """Limit the threads of one operation."""
+        """Set the number of threads of one operation."""
         torch.set_num_threads(num_threads)
 
     def be_deterministic(self) -> None:
-        """Refuse operations whose result can differ."""
+        """Disable nondeterministic operations."""
         torch.use_deterministic_algorithms(True)
 
     def choose_device(self, job: Job, world: Communicator) -> None:
-        """Take the rank's own GPU, or the CPU."""
+        """Select the rank's GPU, or the CPU."""
         keras.src.backend.common.global_state.set_global_attribute(
             "torch_device", str(framework.choose_device(job, world))
         )
 
     def clear(self, totals: Sequence[keras.Variable]) -> None:
-        """Write zeros: Keras multiplies by zero, so NaN would stay, and -0.0 differs between ranks."""
+        """Write zeros: Keras multiplies by zero, which preserves NaN, and creates -0.0 on some ranks only."""
         for total in totals:
             total.value.zero_()
 
@@ -55,7 +55,7 @@ class TorchBackEnd(BackEnd):
         return states
 
     def load_generators(self, states: Mapping[str, Any]) -> None:
-        """Take over the state of PyTorch's generators, where it was saved."""
+        """Load the state of PyTorch's generators, if it was saved."""
         if not states:
             return
         torch.set_rng_state(torch.from_numpy(states["cpu"].copy()))
