@@ -89,7 +89,7 @@ def make_own_run(
         progress=loader.progress,
         is_open_ended=loader.num_epochs is None,
     )
-    run.hooks += [*services.hooks(OBSERVERS), ExchangeAfterSteps(services.exchange)]
+    run.hooks += [*services.hooks(OBSERVERS), SyncAfterSteps(services.exchange)]
     if mesh.world.rank == 0:
         services.report_started(run)
     loop.begin(run)
@@ -137,7 +137,7 @@ def prepare_replica(
     name = job.strategy.name
     if strategy.capabilities.owns_schedule:
         raise UserError(
-            f"strategy {name} runs the passes of a step itself, which a loop of your own does",
+            f"strategy {name} runs the passes of a step itself, and cannot be used in your own training loop",
             hint="describe a job with a task (docs/job.md), or use another strategy",
         )
     before = set(map(id, model.parameters()))
@@ -168,7 +168,7 @@ def prepare_replica(
     return replica
 
 
-class ExchangeAfterSteps(Hook):
+class SyncAfterSteps(Hook):
     """Hook that exchanges waiting times and preemption flags between ranks about twice a second."""
 
     def __init__(self, exchange: PeriodicExchange) -> None:

@@ -87,7 +87,7 @@ class Registry:
             return call(factory)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{self.kind} {name!r} cannot be made: {error}",
+                f"{self.kind} {name!r} cannot be created: {error}",
                 hint=f"{args_field} must fit the arguments of its class",
             ) from error
 

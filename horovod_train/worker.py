@@ -72,7 +72,7 @@ def main(options: WorkerOptions) -> int:
     """Run this rank, report a failure, and return the exit code."""
     if options.as_events:
         streams.leave_terminal_of_mpirun()
-    streams.ignore_unencodable_output()
+    streams.install_dropping_streams()
     os.environ.update(from_slurm(os.environ))
     rank_hint = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     channel = channel_of(os.environ) if options.as_events else None

@@ -213,9 +213,7 @@ def parse_state(content: bytes) -> tuple[object, dict[str, ArrayBlob]]:
     try:
         return json.loads(bytes(arrays.pop(_TREE).data)), arrays
     except (KeyError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            "what a rank keeps for itself, such as random generators, is damaged"
-        ) from error
+        raise CheckpointError("per-rank state, such as random generators, is damaged") from error
 
 
 def parse_arrays(content: bytes) -> dict[str, ArrayBlob]:

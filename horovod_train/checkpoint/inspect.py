@@ -114,7 +114,7 @@ def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[Sto
     temporary = file.with_name(f".{file.name}-{os.getpid()}")
     try:
         if file.exists():
-            raise CheckpointError(f"{file} is there already", hint="give another name, or remove it")
+            raise CheckpointError(f"{file} already exists", hint="give another name, or remove it")
         size_bytes = write_plain(temporary, model, {name: model.kind(name) for name in model})
         temporary.rename(file)
     except OSError as error:

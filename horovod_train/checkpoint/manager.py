@@ -361,7 +361,7 @@ class CheckpointManager:
             store.quarantine(path, "earlier")
         if found:
             log.warning(
-                "starting from the beginning: %d earlier checkpoint(s) are kept as earlier-*", len(found)
+                "starting from the beginning: %d earlier checkpoint(s) were renamed to earlier-*", len(found)
             )
 
     def _read(self, name: str) -> tuple[Resumed | None, list[dict[str, object]], str]:

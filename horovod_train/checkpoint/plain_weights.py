@@ -37,7 +37,9 @@ def open_weights(path: Path) -> StoredArrays:
         try:
             found = list(_pieces_of(file))
         except (CheckpointError, OSError, ValueError) as error:
-            raise UserError(f"{FIELD}: {file}: {error}", hint="was it written to its end?") from error
+            raise UserError(
+                f"{FIELD}: {file}: {error}", hint=("the file may be incomplete: copy it again")
+            ) from error
         for piece in found:
             if other := seen.get(piece.entry.name):
                 raise UserError(f"{FIELD}: {piece.entry.name!r} is in {other.name} and in {file.name}")

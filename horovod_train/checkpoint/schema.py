@@ -122,4 +122,4 @@ def checked(model: type[Model], document: object, what: str) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or "the document"
-        raise CheckpointError(f"{what}: is not what a checkpoint holds: {where}: {first['msg']}") from None
+        raise CheckpointError(f"{what}: has an invalid field: {where}: {first['msg']}") from None

@@ -106,7 +106,9 @@ class StoredArrays(Mapping[str, ArrayBlob]):
         lengths = tuple(shape)
         if (lengths if part is None else part.whole) != whole:
             wanted = list(lengths if part is None else part.whole)
-            raise CheckpointError(f"{name} has shape {list(whole)} in the checkpoint, and {wanted} here")
+            raise CheckpointError(
+                f"{name} has shape {list(whole)} in the checkpoint, but {wanted} in the model"
+            )
         found = self._elements(name, dtype, whole, lengths, part)
         return ArrayBlob(dtype, lengths, found.reshape(-1).view(np.uint8).data, part)
 

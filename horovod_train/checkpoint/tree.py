@@ -60,7 +60,7 @@ def unpack_tree(plain: object, arrays: Mapping[str, object]) -> Any:
     try:
         return _unpack(plain, arrays)
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"the state's shape is not one that was packed: {error}") from error
+        raise CheckpointError(f"the state has an invalid structure: {error}") from error
 
 
 def _unpack(plain: object, arrays: Mapping[str, object]) -> object:

@@ -11,7 +11,7 @@ from typing import Any
 
 from horovod_train.checks.finding import Finding
 from horovod_train.horovod.cuda import find_toolkit, gpu_architectures, how_to_get_it, torch_build
-from horovod_train.horovod.environment import open_mpi_alone
+from horovod_train.horovod.environment import open_mpi_without_ssh
 from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
 from horovod_train.horovod.patches import own_patches, patch_files, patch_title
 from horovod_train.horovod.toolchain import framework_version
@@ -138,12 +138,14 @@ def _gpus() -> list[Finding]:
     if not plan["cuda"]:
         fix = REBUILD
         if not torch.cuda:
-            fix = f"PyTorch {torch.version} knows no GPU: install one that does, then {REBUILD}"
+            fix = f"PyTorch {torch.version} is built without CUDA: install a build with CUDA, then {REBUILD}"
         elif find_toolkit(torch) is None:
             fix = f"{how_to_get_it(torch)}, then {REBUILD}"
-        return [finding("gpu", "there is one, and the engine is for CPUs alone", is_good=False, fix=fix)]
+        return [
+            finding("gpu", "there is a GPU, but the engine is built without CUDA", is_good=False, fix=fix)
+        ]
     if not present:
-        return [finding("gpu", "none here: whether NCCL works was not tried")]
+        return [finding("gpu", "no GPU: NCCL was not tested")]
     built = [int(architecture) for architecture in plan["cuda_architectures"]]
     lacking = [arch for arch in present if int(arch) not in built and int(arch) < max(built)]
     if lacking:
@@ -204,7 +206,7 @@ def _run_probe(code: str) -> tuple[str | None, str]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
-            env={**open_mpi_alone(), **os.environ},
+            env={**open_mpi_without_ssh(), **os.environ},
             capture_output=True,
             text=True,
             timeout=60,

@@ -32,7 +32,7 @@ class HostFacts:
         cores: Number of cores that may be used.
         reads_memory: Whether a process may read the memory of another process.
         addresses: IPv4 addresses of each interface that is up.
-        reached_at: Local address of the ssh connection; empty: not connected by ssh.
+        ssh_address: Local address of the ssh connection; empty: not connected by ssh.
         ways: Source address of packets to each requested host to which a route exists.
         time_s: Time of the clock, in seconds since 1970.
         shared_memory_bytes: Free space in /dev/shm, in bytes; None: /dev/shm does not exist.
@@ -45,7 +45,7 @@ class HostFacts:
     cores: int
     reads_memory: bool
     addresses: dict[str, list[str]]
-    reached_at: str
+    ssh_address: str
     ways: dict[str, str]
     time_s: float
     shared_memory_bytes: int | None
@@ -62,7 +62,7 @@ def describe_host(others: Sequence[str]) -> HostFacts:
         reads_memory=can_read_memory(),
         addresses=addresses_by_interface(),
         # The format is "client-address client-port server-address server-port".
-        reached_at=(os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
+        ssh_address=(os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
         ways={name: way for name in others if (way := source_towards(name))},
         time_s=time.time(),
         shared_memory_bytes=_free_bytes(SHARED_MEMORY),

@@ -20,7 +20,7 @@ FAR_LINKS = {"PHB", "NODE", "SYS"}
 MIN_OPEN_FILES = 4096
 
 SAME_STATE = "install the same version on all hosts"
-ALIKE = {
+FIXES_OF_DIFFERENCES = {
     "python": SAME_STATE,
     "engine": f"{SAME_STATE}; where GPUs are of several models, set HOROVOD_BUILD_CUDA_CC_LIST for all of "
     "them (80,90, say) when the engine is built",
@@ -39,7 +39,7 @@ def examine(
         yield from _resources(host, readings, ranks[host])
         yield from _gpus(host, readings, ranks[host], device, share_gpus=share_gpus)
         yield from _ports(host, readings)
-    yield from _alike(hosts)
+    yield from _differences(hosts)
 
 
 def _software(host: str, readings: HostDetails) -> Iterator[Finding]:
@@ -180,19 +180,21 @@ def _ports(host: str, readings: HostDetails) -> Iterator[Finding]:
         yield Finding(host, "ports", "metrics ports are free")
 
 
-def _alike(hosts: Mapping[str, HostDetails]) -> Iterator[Finding]:
+def _differences(hosts: Mapping[str, HostDetails]) -> Iterator[Finding]:
     """Yield a finding for each property that differs between hosts."""
     if len(hosts) == 1:
         return
     for what in ("python", "engine", "mpi", "gpu"):
-        values = {host: _what_counts(readings)[what] for host, readings in hosts.items()}
+        values = {host: _fingerprint(readings)[what] for host, readings in hosts.items()}
         found = fingerprint_mismatch({host: {what: value or "none"} for host, value in values.items()})
         if found is not None:
             level: Level = "warn" if what == "gpu" and all(values.values()) else "fail"
-            yield Finding("", what, f"differs: {found.lines[0].partition(': ')[2]}", level, ALIKE[what])
+            yield Finding(
+                "", what, f"differs: {found.lines[0].partition(': ')[2]}", level, FIXES_OF_DIFFERENCES[what]
+            )
 
 
-def _what_counts(readings: HostDetails) -> dict[str, str]:
+def _fingerprint(readings: HostDetails) -> dict[str, str]:
     gpus = {f"{gpu.name} {gpu.driver_version}" for gpu in readings.gpus}
     return {
         "python": readings.python_version,
@@ -210,4 +212,4 @@ def clock(offsets_s: Mapping[str, float], max_offset_s: float) -> Iterator[Findi
         outliers = mismatch.outliers if mismatch.is_known else offsets_s.keys()
     for host, offset_s in offsets_s.items():
         level: Level = "fail" if abs(offset_s) > max_offset_s or host in outliers else "ok"
-        yield Finding(host, "clock", f"{offset_s:+.3f} s from here", level, CLOCK_HINT)
+        yield Finding(host, "clock", f"{offset_s:+.3f} s relative to this machine", level, CLOCK_HINT)

@@ -32,13 +32,13 @@ def export(folder: Path, runbook: str | None, checkpoint_age: float) -> None:
     from horovod_train.errors import UserError
     from horovod_train.monitor.rules import RUNBOOK
     from horovod_train.monitor.shipped import RULES, dashboards, rules_file
-    from horovod_train.system.files import write_whole
+    from horovod_train.system.files import write_atomic
 
     if runbook is not None and not runbook.startswith(("http://", "https://")):
         raise UserError(f"--runbook {runbook} is not a URL", hint="begin it with https://")
     texts = {**dashboards(), RULES: rules_file(runbook or RUNBOOK, checkpoint_age)}
     for name, text in texts.items():
-        write_whole(folder / name, text, mode=0o644)
+        write_atomic(folder / name, text, mode=0o644)
         print_line(folder / name)
 
 

@@ -19,4 +19,4 @@ def command(job_id: str) -> None:
     if status.has_ended:
         click.echo(f"{job.job_id}: {status}")
         return
-    click.echo(f"{job.job_id}: asked to save and leave; `horovod-train wait {job.job_id}` tells when it has")
+    click.echo(f"{job.job_id}: drain requested; `horovod-train wait {job.job_id}` returns when it has ended")

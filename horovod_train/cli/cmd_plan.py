@@ -13,7 +13,7 @@ import click
 from horovod_train.cli.options import LaunchOptions, job_argument, job_of, launch_options
 
 if TYPE_CHECKING:
-    from horovod_train.config.memory import Need, Sizes
+    from horovod_train.config.memory import MemoryEstimate, Sizes
     from horovod_train.config.schema import Job
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -46,12 +46,12 @@ def command(job: str, *, memory: bool, device_memory: float | None, **options: U
 
     Memory is estimated with fake tensors: nothing is trained, and the model may exceed this machine's memory.
     """
-    from horovod_train.cli.plan import in_words
+    from horovod_train.cli.plan import plan_as_text
     from horovod_train.launch.submit import make_plan, resolve
 
     request = resolve(job_of((job,), **options), options["run_id"])
     if not memory and device_memory is None:
-        click.echo(in_words(request, make_plan(request)))
+        click.echo(plan_as_text(request, make_plan(request)))
         return
     for line in format_memory(request.job, request.num_ranks, device_memory):
         click.echo(line)
@@ -79,7 +79,7 @@ def format_memory(job: Job, num_ranks: int, limit_bytes: float | None) -> list[s
     return lines
 
 
-def _line(name: str, need: Need) -> str:
+def _line(name: str, need: MemoryEstimate) -> str:
     columns = (need.weights, need.gradients, need.optimizer, need.peak, need.process)
     numbers = [f"{size_bytes / 2**20:.0f}" for size_bytes in columns]
     widths = (9, 11, 11, 9, 9)

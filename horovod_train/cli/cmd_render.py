@@ -24,4 +24,4 @@ def command(job: tuple[str, ...], **options: Unpack[LaunchOptions]) -> None:
     """Print the command, batch script or manifests with which the launcher starts JOB."""
     from horovod_train.launch.submit import make_plan, resolve
 
-    click.echo(make_plan(resolve(job_of(job, **options), options["run_id"])).in_full())
+    click.echo(make_plan(resolve(job_of(job, **options), options["run_id"])).as_text_with_files())

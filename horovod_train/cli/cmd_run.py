@@ -34,21 +34,21 @@ def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[
 
     Run a plain Horovod script, which does not use this package, with `--script train.py -- ARGS`.
     """
-    from horovod_train.cli.plan import in_words
+    from horovod_train.cli.plan import plan_as_text
     from horovod_train.launch.submit import make_plan, resolve, run_job
 
     request = resolve(job_of(job, **options), options["run_id"])
     plan = make_plan(request)
     if dry_run:
-        click.echo(in_words(request, plan))
+        click.echo(plan_as_text(request, plan))
         return
     refuse_as_rank()
     from rich.console import Console
 
     from horovod_train.launch.console import JobConsole
-    from horovod_train.system.streams import ignore_unencodable_output
+    from horovod_train.system.streams import install_dropping_streams
 
-    ignore_unencodable_output()
+    install_dropping_streams()
     launcher = request.job.launch.launcher
     click.echo(f"run {request.run_id}: {launcher} starts {request.num_ranks} rank(s); {request.run_dir}")
     with page_of(request.run_dir) if ui else nullcontext():

@@ -24,12 +24,12 @@ from horovod_train.cli.options import (
 @dry_run_option
 def command(job: tuple[str, ...], *, dry_run: bool, **options: Unpack[LaunchOptions]) -> None:
     """Start JOB, print its ID, and return immediately."""
-    from horovod_train.cli.plan import in_words
+    from horovod_train.cli.plan import plan_as_text
     from horovod_train.launch.submit import make_plan, resolve, submit_job
 
     request = resolve(job_of(job, **options), options["run_id"])
     plan = make_plan(request)
     if dry_run:
-        click.echo(in_words(request, plan))
+        click.echo(plan_as_text(request, plan))
         return
     click.echo(submit_job(request, plan, lambda text: click.echo(text, err=True)))

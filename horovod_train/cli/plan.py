@@ -9,7 +9,7 @@ from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import SCRIPT
 
 
-def in_words(request: LaunchRequest, plan: LaunchPlan) -> str:
+def plan_as_text(request: LaunchRequest, plan: LaunchPlan) -> str:
     """Return the launch plan of a job as text, preceded by the learning rate unless the job is a script."""
     job = request.job
     if job.framework == SCRIPT:  # a script sets its own learning rate

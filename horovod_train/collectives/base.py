@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from horovod_train.collectives.log import Waiting
 
 Result = TypeVar("Result")
-PIECE_BYTES = 64 * 2**20
+CHUNK_BYTES = 64 * 2**20
 
 
 class Communicator(Protocol):
@@ -118,8 +118,8 @@ def gather_to_rank_0(world: Communicator, data: bytes) -> list[bytes]:
     gathered = []
     for rank, length in enumerate(lengths):
         pieces = []
-        for at in range(0, length, PIECE_BYTES):
-            mine = data[at : at + PIECE_BYTES] if rank == world.rank else b""
+        for at in range(0, length, CHUNK_BYTES):
+            mine = data[at : at + CHUNK_BYTES] if rank == world.rank else b""
             piece = world.allgather(mine)[rank]
             pieces += [piece] if world.rank == 0 else []
         gathered += [b"".join(pieces)] if world.rank == 0 else []

@@ -20,8 +20,8 @@ from horovod_train.errors import (
     UserError,
 )
 
-IN_THE_KERNELS_LOG = "look for XID in the kernel's log (`dmesg | grep -i xid`), and at `nvidia-smi -q -d ECC`"
-SEEN_WHERE = "CUDA_LAUNCH_BLOCKING=1 in launch.env shows where"
+KERNEL_LOG_HINT = "look for XID in the kernel's log (`dmesg | grep -i xid`), and at `nvidia-smi -q -d ECC`"
+BLOCKING_LAUNCH_HINT = "CUDA_LAUNCH_BLOCKING=1 in launch.env shows where"
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Fault:
     """Meaning of an error message of CUDA.
 
     Attributes:
-        signs: Substrings in lower case; the fault applies if the message contains one of them.
+        substrings: Substrings in lower case; the fault applies if the message contains one of them.
         kind: Class of the error that this package raises.
         meaning: Cause of the message, for the user.
         hint: Action for the user.
     """
 
-    signs: tuple[str, ...]
+    substrings: tuple[str, ...]
     kind: type[HorovodTrainError]
     meaning: str
-    hint: str = IN_THE_KERNELS_LOG
+    hint: str = KERNEL_LOG_HINT
 
 
 # The first fault with a matching sign applies. XIDs are NVIDIA's error numbers in the log of the kernel.
@@ -47,13 +47,13 @@ FAULTS = (
         ("device-side assert",),
         KernelError,
         "a kernel has refused its input, such as a label or an index that is out of range",
-        f"train.device: cpu, or {SEEN_WHERE}",
+        f"train.device: cpu, or {BLOCKING_LAUNCH_HINT}",
     ),
     Fault(
         ("out of memory", "status_alloc_failed"),
         DeviceMemoryError,
-        "it has no memory left for what PyTorch does not account for",
-        "`nvidia-smi` shows who has it: another process, perhaps; else make a step smaller",
+        "out of memory outside of PyTorch's allocator (NCCL buffers, CUDA context)",
+        "`nvidia-smi` shows the processes that use it; otherwise reduce train.batch_size_per_rank",
     ),
     Fault(
         ("no kernel image",),
@@ -72,13 +72,14 @@ FAULTS = (
     Fault(
         ("illegal memory access", "misaligned address"),
         GpuError,
-        "a kernel has used memory that is not its own (XID 13 or 31): an error in a kernel, or the GPU",
-        f"{SEEN_WHERE}; {IN_THE_KERNELS_LOG}",
+        "a kernel has accessed an address that is not allocated (XID 13 or 31): an error in a kernel, "
+        "or the GPU",
+        f"{BLOCKING_LAUNCH_HINT}; {KERNEL_LOG_HINT}",
     ),
     Fault(
         ("unspecified launch failure", "unknown error", "unavailable", "fallen off the bus"),
         GpuError,
-        "a kernel or the GPU has failed (with XID 79 it does not answer any more: power, or the slot)",
+        "a kernel or the GPU has failed (XID 79: the GPU fell off the bus: check power supply and PCIe slot)",
     ),
     Fault(("",), GpuError, "the GPU or its driver has failed"),
 )
@@ -105,7 +106,7 @@ def explain_cuda(text: str, rank: int) -> HorovodTrainError | None:
     if not IS_CUDA.search(text):
         return None
     first_line = text.splitlines()[0]
-    fault = next(f for f in FAULTS if any(sign in text.lower() for sign in f.signs))
+    fault = next(f for f in FAULTS if any(sign in text.lower() for sign in f.substrings))
     return fault.kind(f"rank {rank}'s GPU: {first_line}: {fault.meaning}", hint=fault.hint)
 
 
@@ -119,7 +120,7 @@ def explain_nccl(text: str, where: str) -> NcclError | PeerError | None:
         error.cause = NcclError.cause
         return error
     reasons = (reason for sign, reason in NCCL_REASONS.items() if sign in lowered)
-    likely = next(reasons, "see what NCCL itself tells")
+    likely = next(reasons, "see the log of NCCL")
     return NcclError(
         f"GPUs cannot exchange data, in {where}: {text}",
         hint=f"{likely}. Set NCCL_DEBUG=INFO in launch.env to see more",

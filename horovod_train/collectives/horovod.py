@@ -152,10 +152,10 @@ def explained(error: Exception, entry: Waiting, rank: int) -> HorovodTrainError:
     message = str(error)
     if "mismatched" in message.lower():
         return WorldError(
-            f"ranks disagree about what they exchange: {error}",
+            f"shape or type of a collective's input differs between ranks: {error}",
             hint="models and code must be the same on every rank",
         )
-    gone = PeerError(f"a collective was ended because another rank left, in {entry}: {error}")
+    gone = PeerError(f"a collective failed because another rank exited, in {entry}: {error}")
     return explain_nccl(message, str(entry)) or explain_cuda(message, rank) or gone
 
 

@@ -48,7 +48,7 @@ class Mesh:
         if axes.data == world.size:
             return cls(world, world, axes)
         if not isinstance(world, Splits):
-            raise UserError("these ranks cannot share a model", hint="use framework: torch")
+            raise UserError("this framework does not support model parallelism", hint="use framework: torch")
         return cls(world, world.split(axes.data_groups()), axes)
 
     @classmethod

@@ -179,7 +179,7 @@ def _volumes(job: Job) -> Iterator[Problem]:
             yield Problem(
                 field,
                 repr(folder),
-                "would be lost with the pods: it is on none of the volumes that last and can be written",
+                "would be lost with the pods: it is not on a persistent, writable volume",
                 "mount a claim (launch.kubernetes.volumes), and use a folder below its mount_path",
             )
 

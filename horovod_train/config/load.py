@@ -151,7 +151,7 @@ def read_tree(path: Path) -> Tree:
     if not isinstance(tree, dict):
         raise _unreadable(path, "must be a mapping of field names to values", "start with 'name: my-job'")
     if _exceeds_limits(tree):
-        raise _unreadable(path, "is nested too deeply, or unfolds to too much")
+        raise _unreadable(path, "is nested too deeply, or has too many values")
     return tree
 
 
@@ -219,7 +219,7 @@ def _assignments(
         dotted, equals, text = override.partition("=")
         parts = dotted.strip().split(".")
         if len(parts) > MAX_DEPTH:
-            hint = "no field of a job lies so deep"
+            hint = "no field is nested this deeply"
             problems.append(Problem("--set", shorten(override), f"has more than {MAX_DEPTH} levels", hint))
             continue
         if not equals or not all(parts):

@@ -53,7 +53,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryEstimate:
     """Memory that a rank needs, in bytes.
 
     Attributes:
@@ -84,7 +84,7 @@ BY_SPEED = (
 """Strategies from fast to slow, by bytes sent and by overlap of communication with computation."""
 
 
-def needs(sizes: Sizes, shared: Sizes | None, job: Job, num_ranks: int) -> dict[str, Need]:
+def needs(sizes: Sizes, shared: Sizes | None, job: Job, num_ranks: int) -> dict[str, MemoryEstimate]:
     """Return the memory that a rank needs under each strategy, with the model sharded over all ranks.
 
     ``sizes`` are those of the job in one process, ``shared`` those of a tensor-parallel rank, if known.
@@ -104,7 +104,7 @@ def needs(sizes: Sizes, shared: Sizes | None, job: Job, num_ranks: int) -> dict[
     return found
 
 
-def fastest_that_fits(found: dict[str, Need], limit_bytes: float) -> str | None:
+def fastest_that_fits(found: dict[str, MemoryEstimate], limit_bytes: float) -> str | None:
     """Return the fastest strategy whose process memory is within the limit, or None."""
     fitting = [name for name in BY_SPEED if name in found and found[name].process <= limit_bytes]
     return fitting[0] if fitting else None
@@ -119,7 +119,7 @@ def _need(
     passes: float = 1,
     extra: float = 0,
     keeps_gradients: bool = False,
-) -> Need:
+) -> MemoryEstimate:
     """Return the memory of a rank, given divisors of weights, gradients, optimizer state and activations.
 
     ``extra`` is additional memory in the passes, in bytes. With ``keeps_gradients``, gradients are stored in
@@ -132,10 +132,12 @@ def _need(
     in_update = whole + state + sizes.trained / gradients + sizes.update / optimizer
     peak = max(at_peak, in_update)
     # Each process first creates the whole model, then shards it.
-    return Need(whole, sizes.trained / gradients, state, peak, max(peak, sizes.weights) + sizes.process)
+    return MemoryEstimate(
+        whole, sizes.trained / gradients, state, peak, max(peak, sizes.weights) + sizes.process
+    )
 
 
-def _allreduce(sizes: Sizes, job: Job, num_ranks: int) -> Need:
+def _allreduce(sizes: Sizes, job: Job, num_ranks: int) -> MemoryEstimate:
     """Return the memory for ``allreduce``. Residuals of a codec stay allocated in all phases of a step."""
     need = _need(sizes, keeps_gradients=num_ranks > 1)
     codec = job.allreduce.codec
@@ -154,7 +156,7 @@ def _gathered(sizes: Sizes) -> float:
     return sizes.weights - sum(sizes.units) + sum(sorted(sizes.units)[-2:])
 
 
-def _fsdp(sizes: Sizes, num_ranks: int, *, gathered: float) -> Need:
+def _fsdp(sizes: Sizes, num_ranks: int, *, gathered: float) -> MemoryEstimate:
     largest = max([*sizes.units, sizes.weights - sum(sizes.units)])
     return _need(
         sizes,
@@ -165,7 +167,7 @@ def _fsdp(sizes: Sizes, num_ranks: int, *, gathered: float) -> Need:
     )
 
 
-def _deepspeed(sizes: Sizes, job: Job, num_ranks: int) -> Need:
+def _deepspeed(sizes: Sizes, job: Job, num_ranks: int) -> MemoryEstimate:
     """Return the memory for ZeRO stage 3: as for fsdp, plus persistent gradients, which the update copies."""
     need = _fsdp(sizes, num_ranks, gathered=_gathered(sizes))
     gradients = sizes.trained / num_ranks
@@ -175,7 +177,7 @@ def _deepspeed(sizes: Sizes, job: Job, num_ranks: int) -> Need:
     return replace(need, peak=peak, process=max(peak, sizes.weights) + sizes.process + DEEPSPEED_BYTES)
 
 
-def _pipeline(sizes: Sizes, job: Job, num_ranks: int) -> Need:
+def _pipeline(sizes: Sizes, job: Job, num_ranks: int) -> MemoryEstimate:
     """Return the memory for the first of approximately equal stages, because it stores most activations."""
     stage = max([sizes.weights / num_ranks, sizes.weights - sum(sizes.units), *sizes.units])
     part = sizes.weights / stage

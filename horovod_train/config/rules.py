@@ -284,12 +284,12 @@ def activations_are_chosen_once(job: Job) -> Iterator[Problem]:
         yield Problem(
             "train.activations_mib",
             f"{job.train.activations_mib:g}",
-            "chooses the layers that train.activation_checkpointing names",
-            "leave one of them out",
+            "selects layers automatically, and cannot be combined with train.activation_checkpointing",
+            "remove one of them",
         )
 
 
-def bfloat16_travels_in_pytorch(job: Job) -> Iterator[Problem]:
+def wire_dtype_is_supported(job: Job) -> Iterator[Problem]:
     """Refuse bf16 as wire dtype with other bindings than that of PyTorch, because they lack it."""
     if job.allreduce.wire_dtype == "bf16" and job.framework in {"tensorflow", "keras", "jax"}:
         yield Problem(
@@ -374,14 +374,14 @@ def codec_is_available(job: Job) -> Iterator[Problem]:
             "train.channels_last",
             "True",
             "cannot be combined with allreduce.codec: residuals are stored in the order of memory",
-            "leave one of them out",
+            "remove one of them",
         )
     if job.allreduce.wire_dtype != "fp32":
         yield Problem(
             "allreduce.wire_dtype",
             repr(job.allreduce.wire_dtype),
             "cannot be combined with allreduce.codec, which determines the data type",
-            "leave one of them out",
+            "remove one of them",
         )
 
 
@@ -431,7 +431,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     determinism_is_possible,
     activations_are_chosen_once,
     compile_is_supported,
-    bfloat16_travels_in_pytorch,
+    wire_dtype_is_supported,
     framework_supports_job,
     strategy_is_available,
     strategy_supports_job,

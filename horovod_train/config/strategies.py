@@ -65,7 +65,7 @@ class DdpArguments(Section):
 
 
 Pattern = Annotated[str, StringConstraints(min_length=1)]
-Width = Literal["fp32", "bf16", "fp16"]
+DType = Literal["fp32", "bf16", "fp16"]
 TensorStyle = Literal[
     "colwise",
     "rowwise",
@@ -135,10 +135,10 @@ class FsdpArguments(Section):
     units: list[Pattern] | None = None
     """Name patterns of modules, each of which is one unit, such as ``layers.*``; null: the model's layers."""
 
-    param_dtype: Width | None = None
+    param_dtype: DType | None = None
     """Data type of gathered weights; null: that of the parameters."""
 
-    reduce_dtype: Width | None = None
+    reduce_dtype: DType | None = None
     """Data type of gradients in the reduce-scatter; null: that of gathered weights."""
 
     reshard_after_forward: bool = True
@@ -187,7 +187,7 @@ class DeepSpeedArguments(Section):
         if on_disk and self.stage != 3:
             raise ValueError(f"nvme needs stage: 3, and this is stage: {self.stage}")
         if on_disk != (self.nvme_path is not None):
-            raise ValueError("nvme_path goes with offload_optimizer: nvme, and this with it")
+            raise ValueError("nvme_path and offload_optimizer: nvme require each other")
         return self
 
 
@@ -233,20 +233,20 @@ class StrategySupport:
         refused: Fields that it does not support.
         axes: Returns the axes, given the world size and the arguments; None: all ranks are data-parallel.
         lr_follows_rank: Whether the learning rate scales with the batch of a rank, not with the global batch.
-        has_own_messages: Whether ranks communicate over MPI in addition to Horovod.
+        requires_mpi: Whether ranks communicate over MPI in addition to Horovod.
     """
 
     arguments: type[Section] = NoArguments
     refused: tuple[Refused, ...] = ()
     axes: Callable[[int, Any], Axes] | None = None
     lr_follows_rank: bool = False
-    has_own_messages: bool = False
+    requires_mpi: bool = False
 
 
-def needs_own_messages(strategy: Strategy) -> bool:
+def strategy_requires_mpi(strategy: Strategy) -> bool:
     """Return whether ranks communicate over MPI in addition to Horovod."""
     support = STRATEGY_SUPPORT.get(strategy.name)
-    return support is not None and support.has_own_messages
+    return support is not None and support.requires_mpi
 
 
 def batch_size_of_lr(job: Job, num_data_ranks: int) -> int:
@@ -267,7 +267,7 @@ def axes_of(strategy: Strategy, world_size: int) -> Axes:
     return support.axes(world_size, support.arguments.model_validate(strategy.args))
 
 
-def splits_ranks(strategy: Strategy) -> bool:
+def has_model_parallel_ranks(strategy: Strategy) -> bool:
     """Return whether the strategy has pipeline or tensor-parallel ranks, which read the same samples."""
     support = STRATEGY_SUPPORT.get(strategy.name)
     return support is not None and support.axes is not None
@@ -361,7 +361,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("train.cuda_graph", "gradients are sent by the host", "leave it out"),
         ),
         lr_follows_rank=True,
-        has_own_messages=True,
+        requires_mpi=True,
     ),
     "pipeline": StrategySupport(
         PipelineArguments,

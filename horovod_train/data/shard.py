@@ -100,7 +100,7 @@ def share_of_step(
     accumulation_steps: int,
     rank: int,
     size: int,
-    equally_many: bool = False,
+    equal_micro_batches: bool = False,
 ) -> StepShare:
     """Return a rank's part of the step that starts at a cursor and has ``num_samples``.
 
@@ -115,9 +115,9 @@ def share_of_step(
         accumulation_steps: Maximum number of micro-batches of a rank.
         rank: The rank.
         size: Number of ranks.
-        equally_many: All ranks have as many micro-batches as rank 0. A rank with fewer micro-batches reads
-            further ones of rank 0, with weight 0. Required if passes are collectives or change the state of
-            the model.
+        equal_micro_batches: All ranks have as many micro-batches as rank 0. A rank with fewer micro-batches
+            reads further ones of rank 0, with weight 0. Required if passes are collectives or change the
+            state of the model.
     """
     num_needed = -(-num_samples // (batch_size * accumulation_steps))
     num_busy = min(size, max(num_needed, num_samples // 2, 1))
@@ -132,7 +132,7 @@ def share_of_step(
         ]
 
     micro_batches = of_rank(rank) if rank < num_busy else []
-    if equally_many:
+    if equal_micro_batches:
         micro_batches += [replace(each, share=0.0) for each in of_rank(0)[len(micro_batches) :]]
     return StepShare(cursor, num_samples, tuple(micro_batches))
 
@@ -145,12 +145,12 @@ def steps_of_epoch(
     accumulation_steps: int,
     rank: int,
     size: int,
-    equally_many: bool = False,
+    equal_micro_batches: bool = False,
 ) -> Iterator[StepShare]:
     """Yield a rank's part of every step from a cursor to the end of the epoch.
 
     Every rank yields the same number of steps with the same cursors, so that all ranks take part in every
-    collective. With ``equally_many``, the number of micro-batches is equal, too.
+    collective. With ``equal_micro_batches``, the number of micro-batches is equal, too.
     """
     global_batch = batch_size_per_rank * accumulation_steps * size
     while cursor < num_samples:
@@ -162,7 +162,7 @@ def steps_of_epoch(
             accumulation_steps=accumulation_steps,
             rank=rank,
             size=size,
-            equally_many=equally_many,
+            equal_micro_batches=equal_micro_batches,
         )
         cursor += taken
 

@@ -46,7 +46,7 @@ def examine_cluster(job: Job | None, settings: Kubernetes) -> Iterator[Finding]:
             yield _operator(cluster)
             yield _permissions(cluster, settings)
             if job is not None:
-                yield from _what_a_job_needs(cluster, job)
+                yield from _job_requirements(cluster, job)
     except HorovodTrainError as error:
         yield Finding("", "api server", error.message, "fail", error.hint)
 
@@ -54,7 +54,7 @@ def examine_cluster(job: Job | None, settings: Kubernetes) -> Iterator[Finding]:
 def _operator(cluster: Cluster) -> Finding:
     if cluster.serves(GROUP, VERSION):
         # Reading the state of the controller would require other permissions.
-        found = f"{PLURAL}.{GROUP}/{VERSION} is known; whether its controller runs, a job will show"
+        found = f"{PLURAL}.{GROUP}/{VERSION} is installed; its controller is not checked"
         return Finding("", "mpi operator", found)
     fix = "install the MPI operator 0.8 or newer (github.com/kubeflow/mpi-operator)"
     return Finding("", "mpi operator", f"{PLURAL}.{GROUP}/{VERSION} is not known", "fail", fix)
@@ -76,23 +76,25 @@ def _permissions(cluster: Cluster, settings: Kubernetes) -> Finding:
     return Finding("", "permissions", f"may not {', '.join(missing)}", "fail", fix)
 
 
-def _what_a_job_needs(cluster: Cluster, job: Job) -> Iterator[Finding]:
+def _job_requirements(cluster: Cluster, job: Job) -> Iterator[Finding]:
     kubernetes = job.launch.kubernetes
     if kubernetes.cpus_per_rank is None and kubernetes.memory_per_rank is None:
         fix = "set launch.kubernetes.cpus_per_rank and memory_per_rank"
-        yield Finding("", "requests", "none: nodes that run short evict the workers first", "warn", fix)
+        yield Finding(
+            "", "requests", "none: nodes with too little memory evict the workers first", "warn", fix
+        )
     for volume in kubernetes.volumes:
         if volume.claim is not None:
-            yield _looked_at("claim", volume.claim, partial(_claim, cluster, volume.claim))
+            yield _checked("claim", volume.claim, partial(_claim, cluster, volume.claim))
     for source in sorted(set(job.launch.secrets.values())):
         name, _, key = source.partition(":")[2].partition("/")
-        yield _looked_at("secret", source, partial(_secret, cluster, name, key))
+        yield _checked("secret", source, partial(_secret, cluster, name, key))
     for name in kubernetes.image_pull_secrets:
-        yield _looked_at(
+        yield _checked(
             "pull secret", name, partial(_secret, cluster, name, ".dockerconfigjson", "pull secret")
         )
     if kubernetes.queue is not None:
-        yield _looked_at("queue", kubernetes.queue, partial(_queue, cluster, kubernetes.queue))
+        yield _checked("queue", kubernetes.queue, partial(_queue, cluster, kubernetes.queue))
     if kubernetes.pod_monitor:
         group, version, _ = CUSTOM["PodMonitor"]
         fix = "install Prometheus' operator, or set launch.kubernetes.pod_monitor: false"
@@ -100,10 +102,10 @@ def _what_a_job_needs(cluster: Cluster, job: Job) -> Iterator[Finding]:
         found = "is known" if is_served else "is not known"
         yield Finding("", "pod monitor", f"{group}/{version} {found}", "ok" if is_served else "fail", fix)
     if kubernetes.gpus_per_rank:
-        yield _looked_at("gpus", kubernetes.gpu_resource, partial(_gpus, cluster, job))
+        yield _checked("gpus", kubernetes.gpu_resource, partial(_gpus, cluster, job))
 
 
-def _looked_at(what: str, name: str, look: Callable[[], Finding]) -> Finding:
+def _checked(what: str, name: str, look: Callable[[], Finding]) -> Finding:
     """Return the finding of a check, or a warning if it is not permitted: jobs may run nevertheless."""
     try:
         return look()

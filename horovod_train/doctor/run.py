@@ -124,7 +124,7 @@ def _supervised(request: LaunchRequest) -> SupervisedLauncher:
     launcher = launcher_named(request.job.launch.launcher)
     if not isinstance(launcher, SupervisedLauncher):
         raise LaunchError(
-            f"the launcher {request.job.launch.launcher!r} starts no ranks from here",
+            f"the launcher {request.job.launch.launcher!r} does not start ranks from this process",
             hint="inside an allocation use --launcher slurm-allocation; for Kubernetes, --kubernetes",
         )
     return launcher

@@ -17,7 +17,7 @@ from time import time
 
 from horovod_train import __version__
 from horovod_train.events.types import KINDS, MAX_RANKS, Event, Notice, Opened
-from horovod_train.system.files import LogFile, write_whole
+from horovod_train.system.files import LogFile, write_atomic
 
 EVENTS_FILE = "events.jsonl"
 FORMAT_VERSION = 1
@@ -110,7 +110,7 @@ class EventsFile:
             # A damaged file may contain bytes that are not ASCII; they are retained, escaped.
             text = self._path.read_text(encoding="ascii", errors="backslashreplace")
             lines = thinned(text.splitlines(), self._max_bytes // 2)
-            write_whole(self._path, "".join(f"{line}\n" for line in lines))
+            write_atomic(self._path, "".join(f"{line}\n" for line in lines))
         except OSError as error:
             self._problem = f"{self._path.name} is incomplete: {error.strerror}"
             return False
@@ -157,7 +157,7 @@ def as_record(line: str) -> Record:
     event = KINDS[fields["kind"]].model_validate_json(line)
     time_unix_s, rank = fields["time_unix_s"], fields["rank"]
     if not 0 <= time_unix_s < MAX_UNIX_S or not (rank is None or 0 <= rank < MAX_RANKS):
-        raise ValueError("a time or a rank that cannot be")
+        raise ValueError("time or rank out of range")
     return Record(float(time_unix_s), rank, event)
 
 

@@ -61,7 +61,7 @@ def check_same_layout(world: Communicator, arrays: Mapping[str, Array]) -> None:
         if layout != layouts[0]:
             known = [entry for entry in layouts[0] if entry not in layout]
             raise UserError(
-                f"rank {rank} and rank 0 have made different models: "
+                f"rank {rank} and rank 0 have different models: "
                 f"{[entry for entry in layout if entry not in layouts[0]][:2]} and {known[:2]}",
                 hint="a model must not depend on the rank or on its part of the data",
             )
@@ -72,7 +72,7 @@ def check_same_optimizer(state: ReplicaState, optimizer: object) -> None:
     trained_with = state.optimizer_tree["class"]
     if trained_with != type(optimizer).__name__:
         raise CheckpointError(
-            f"the checkpoint belongs to another optimizer: it was trained with {trained_with}",
+            f"the checkpoint belongs to another optimizer ({trained_with})",
             hint="train under another name, or set checkpoint.resume: never",
         )
 

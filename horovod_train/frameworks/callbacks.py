@@ -174,7 +174,7 @@ class SavesCallbacks:
         )
 
 
-class JobsLearningRate:
+class GuardedLearningRate:
     """Setter of the job's learning rates, which detects rates that other code has set."""
 
     def __init__(self, read: Callable[[], list[float]], write: Callable[[list[float]], None]) -> None:
@@ -190,7 +190,7 @@ class JobsLearningRate:
                     raise UserError(
                         f"a callback or the model has set the learning rate to {found:g}; the job had set it "
                         f"to {expected:g}",
-                        hint="leave that out, and give the job its schedule with lr:",
+                        hint="remove the code that sets it; set the schedule in lr:",
                     )
         if rates != self._last:
             self._write(rates)

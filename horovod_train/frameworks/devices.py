@@ -100,8 +100,8 @@ def _report_mixed_models(world: Communicator, models: Sequence[Sequence[str]]) -
             for name in dict.fromkeys(shown)
         )
         log.warning(
-            "ranks have different GPUs (%s): weights may come to differ in the last bits, which "
-            "health.sync_check_every_steps finds",
+            "ranks have different GPUs (%s): weights of ranks may diverge by rounding, which "
+            "health.sync_check_every_steps detects",
             found,
         )
 

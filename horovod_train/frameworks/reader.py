@@ -63,7 +63,7 @@ def checked_length(dataset: Dataset) -> int:
         length = len(dataset)
     except TypeError as error:
         raise UserError(
-            f"a dataset needs a length to be shared exactly: {type(dataset).__name__} has none",
+            f"a {type(dataset).__name__} has no __len__, which is required to split the samples over ranks",
             hint="give it __len__ and __getitem__",
         ) from error
     if length == 0:
@@ -100,8 +100,8 @@ def start_loader_server(preload: str) -> None:
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > MAX_TEMP_BYTES:
         raise UserError(
-            f"TMPDIR has {len(os.fsencode(folder))} characters, and sockets of loader processes lie there, "
-            f"which may have {MAX_TEMP_BYTES}: {folder}",
+            f"TMPDIR has {len(os.fsencode(folder))} bytes, and at most {MAX_TEMP_BYTES} are "
+            f"allowed, because loader processes create sockets in it: {folder}",
             hint="set TMPDIR to a shorter one, such as launch.env: {TMPDIR: /tmp}, or data.num_workers: 0",
         )
     multiprocessing.get_context("forkserver").set_forkserver_preload([preload])
@@ -114,7 +114,7 @@ def start_loader_server(preload: str) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_with(rank_pid: int) -> None:
+def exit_with_rank(rank_pid: int) -> None:
     """Start threads that exit this loader process when its rank ends or sends SIGTERM.
 
     The parent of a loader is the fork server, which runs as long as its children: without these threads, both
@@ -173,7 +173,7 @@ class NumpyReader:
         wanted = fetches(self._seed, epoch, order, micro_batches)
         if self._pool is None:
             for fetch in wanted:
-                with own_seeds(fetch.seed):  # restored before the step runs
+                with seeded_generators(fetch.seed):  # restored before the step runs
                     batch = read_batch(self._dataset, fetch)
                 yield batch
             return
@@ -187,7 +187,7 @@ class NumpyReader:
 
     def first(self) -> Any:
         """Return a batch with only the first sample, for building a model."""
-        with own_seeds(self._seed):
+        with seeded_generators(self._seed):
             return read_batch(self._dataset, Fetch((0,), self._seed))
 
     def _make_pool(self, task: str | None) -> ProcessPoolExecutor:
@@ -213,7 +213,7 @@ _dataset_of_loader: Dataset | None = None
 
 def _open_loader(rank_pid: int, _task: TaskModule, dataset: Dataset) -> None:
     global _dataset_of_loader  # noqa: PLW0603  (a process of a pool has no other storage)
-    leave_with(rank_pid)
+    exit_with_rank(rank_pid)
     _dataset_of_loader = dataset
 
 
@@ -245,7 +245,7 @@ def stack_samples(samples: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def own_seeds(seed: int) -> Iterator[None]:
+def seeded_generators(seed: int) -> Iterator[None]:
     """Return a context that seeds Python's and NumPy's generators, and restores their state at its end."""
     saved = random.getstate(), np.random.get_state()
     random.seed(seed)
@@ -273,7 +273,8 @@ def batch_length(batch: Any) -> int:
         length = len(batch)
     if length is None:
         raise UserError(
-            f"the number of samples of a batch is not known: a {type(batch).__name__} without arrays",
+            f"the number of samples of a batch cannot be determined: it is a {type(batch).__name__} "
+            "without arrays",
             hint="let collate return tensors or arrays whose first dimension is the batch",
         )
     return length

@@ -43,7 +43,7 @@ REFUSED: dict[str, dict[str, RefusedCallback]] = {
         "LearningRateScheduler": _RATE,
         "ReduceLROnPlateau": _RATE,
         "SwapEMAWeights": RefusedCallback(
-            "exchanges weights around evaluations, so that checkpoints would have the averaged ones",
+            "swaps averaged weights in for evaluations, so that checkpoints would contain these",
             "leave it out; the optimizer's use_ema saves the averages with its state",
         ),
     },

@@ -87,7 +87,7 @@ def _instead_of(name: str, task: object, known: Sequence[str]) -> str:
     if name.startswith("on_"):
         return "a job has no such hook"
     near = get_close_matches(name, [each for each in known if not hasattr(task, each)], 1, cutoff=0.8)
-    return f"is it {near[0]}()?" if near else ""
+    return f"did you mean {near[0]}()?" if near else ""
 
 
 def load_task_class(location: str) -> Any:

@@ -54,8 +54,8 @@ def check_fingerprints(hosts: Sequence[str], fingerprints: Sequence[Mapping[str,
     if found is not None:
         more = f"; and {len(found.lines) - MAX_NAMED} more" if len(found.lines) > MAX_NAMED else ""
         raise WorldError(
-            "ranks do not run the same. " + " | ".join(found.lines[:MAX_NAMED]) + more,
-            hint="bring the same job, code, packages and engine to every host"
+            "job, code or environment differ between ranks. " + " | ".join(found.lines[:MAX_NAMED]) + more,
+            hint="install the same job, code, packages and engine on all hosts"
             + (f"; {SEVERAL_MODELS}" if any("horovod build" in line for line in found.lines) else ""),
         )
 

@@ -169,7 +169,7 @@ def find_cuda(report: Report) -> tuple[Toolkit, Nccl] | tuple[None, None]:
             f"this machine has a GPU and PyTorch {torch.version}, and {problem}",
             hint=f"{fix}; or, for CPUs alone, `horovod-train engine build --without-cuda`",
         )
-    report(f"engine: for CPUs alone, as this machine has no GPU and {problem}")
+    report(f"engine: built without GPU support, because this machine has no GPU and {problem}")
     return None, None
 
 

@@ -165,7 +165,7 @@ def _named_toolkit(variable: str, home: Path, torch: TorchBuild) -> Toolkit:
     version = "" if lacks else _nvcc_version(home)
     if not version:
         raise EngineError(
-            f"{variable} is {home}, and there is no {lacks or f'{home}/bin/nvcc that answers'}",
+            f"{variable} is {home}, which lacks {lacks or f'a working {home}/bin/nvcc'}",
             hint=f"set {variable} to a CUDA toolkit with its compiler, or leave it out",
         )
     if not _same_major(version, torch.cuda):

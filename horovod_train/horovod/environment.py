@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shutil import which
 
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import splits_ranks
+from horovod_train.config.strategies import has_model_parallel_ranks
 from horovod_train.errors import UserError
 from horovod_train.horovod.installed import loopback_library
 
@@ -73,13 +73,13 @@ def require_launcher(environ: Mapping[str, str]) -> None:
     if (started := started_by(environ)) is not None:
         count = started.count
         raise UserError(
-            f"{started}, but Horovod does not know of the others: each would train alone",
+            f"{started}, but Horovod was initialized with one rank: each process would train alone",
             hint=f"start the ranks with `horovod-train run JOB -n {count}` or `horovodrun -np {count} ...`; "
             "in a Slurm allocation with `--launcher slurm-allocation`",
         )
 
 
-def open_mpi_alone() -> dict[str, str]:
+def open_mpi_without_ssh() -> dict[str, str]:
     """Return Open MPI's settings for a machine without ssh: it requires a remote shell, even if unused."""
     return {} if which("ssh") or which("rsh") else {"OMPI_MCA_plm_rsh_agent": which("true") or "true"}
 
@@ -123,7 +123,7 @@ def from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 def horovod_settings(job: Job) -> dict[str, str]:
     """Return Horovod's environment variables for a job."""
     # Strategies that split the ranks create process sets after initialization.
-    splits = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if splits_ranks(job.strategy) else {}
+    splits = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if has_model_parallel_ranks(job.strategy) else {}
     return {
         **splits,
         # The buckets are fused already. Fusion by Horovod would add a copy, and the order of additions would

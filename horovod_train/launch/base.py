@@ -127,7 +127,7 @@ class LaunchPlan:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
 
-    def in_full(self) -> str:
+    def as_text_with_files(self) -> str:
         """Return the plan as text, with the contents of its files."""
         files = [f"# {path}\n{content.rstrip()}\n" for path, content in self.files.items()]
         return "\n".join([*files, self._command()])

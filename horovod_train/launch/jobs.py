@@ -25,7 +25,7 @@ import psutil
 
 from horovod_train.errors import HorovodTrainError, PreemptedError, UserError, did_you_mean
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
-from horovod_train.system.files import state_dir, write_whole
+from horovod_train.system.files import state_dir, write_atomic
 from horovod_train.system.pids import boot_id, is_alive, start_ticks
 from horovod_train.system.signals import exit_code_of
 from horovod_train.system.threads import background_thread
@@ -63,17 +63,17 @@ def remember(request: LaunchRequest, native_id: str) -> Submitted:
         OSError: The folder is not writable.
     """
     job = submitted_job(request, native_id)
-    write_whole(jobs_dir() / f"{job.job_id}.json", json.dumps({**asdict(job), "log_dir": str(job.log_dir)}))
+    write_atomic(jobs_dir() / f"{job.job_id}.json", json.dumps({**asdict(job), "log_dir": str(job.log_dir)}))
     return job
 
 
 def record_end(job_id: str, status: JobStatus) -> None:
     """Record the final status of a job, because Kubernetes deletes finished jobs."""
     with suppress(OSError):  # the caller has the status in any case
-        write_whole(_end_file(job_id), json.dumps(asdict(status)))
+        write_atomic(_end_file(job_id), json.dumps(asdict(status)))
 
 
-def end_of(job_id: str) -> JobStatus | None:
+def recorded_end(job_id: str) -> JobStatus | None:
     """Return the recorded final status of a job; None if there is none."""
     try:
         fields = json.loads(_end_file(job_id).read_text(encoding="utf-8"))
@@ -184,7 +184,7 @@ class StateFile:
         text = json.dumps(document, indent=2).ljust(STATE_BYTES) + "\n"
         try:
             try:
-                write_whole(self._path, text)
+                write_atomic(self._path, text)
             except OSError:  # disk full, or folder no longer writable
                 _write_over(self._path, text)
             self._is_unwritable = False
@@ -221,7 +221,7 @@ class StateFile:
 
     def read(self) -> JobStatus:
         """Return the status; ``failed``, if the launcher process no longer exists."""
-        status = self.read_elsewhere()
+        status = self.read_recorded()
         document = self._document()
         # A requeued Slurm job has no launcher process while it is queued.
         if document is None or status.has_ended or status.state == "waiting":
@@ -254,7 +254,7 @@ class StateFile:
         except OSError:
             return 0.0
 
-    def read_elsewhere(self) -> JobStatus:
+    def read_recorded(self) -> JobStatus:
         """Return the status in the file, without checking the launcher process."""
         document = self._document()
         if document is not None:

@@ -87,7 +87,7 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
     elastic = request.job.launch.elastic
     note = ""
     if elastic is not None and elastic.discover is not None and launcher.has_local_files:
-        note = f"on the hosts that `{elastic.discover}` prints then, as they come and go"
+        note = f"hosts: the output of `{elastic.discover}`, which is called repeatedly during the run"
     return replace(plan, files={**own, **plan.files}, note=note)
 
 
@@ -109,7 +109,7 @@ def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is
 def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: JobConsole) -> int:
     """Show a submitted job's log until it ends; return its exit code. A signal ends the job."""
     job = record_job(request, native_id, console.print)
-    console.print(f"{job.job_id}: {request.job.launch.launcher} has it as {native_id}")
+    console.print(f"{job.job_id}: submitted to {request.job.launch.launcher} with ID {native_id}")
     try:
         with interrupted_by_signals(TerminationRequested):
             for line in launcher.logs(job, follow=True):
@@ -120,7 +120,7 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
                     console.print(tagged(parsed.rank, parsed.text))
             status = launcher.wait(job)
     except TerminationRequested as termination:
-        console.print(f"{job.job_id}: asked to save and leave")
+        console.print(f"{job.job_id}: drain requested")
         launcher.cancel(job, "drain" if termination.is_patient else "stop")
         status = launcher.wait(job)
     finally:
@@ -145,8 +145,8 @@ def record_job(request: LaunchRequest, native_id: str, warn: Callable[[str], Non
         return remember(request, native_id)
     except OSError as error:
         warn(
-            f"warning: {error.filename}: {error.strerror}: `horovod-train status` and the like will not "
-            f"know {request.job_id}; {request.job.launch.launcher} has it as {native_id}, and its folder is "
+            f"warning: {error.filename}: {error.strerror}: `horovod-train status` will not find "
+            f"{request.job_id}; its ID in {request.job.launch.launcher} is {native_id}, and its folder is "
             f"{request.log_dir}"
         )
         return submitted_job(request, native_id)

@@ -38,14 +38,14 @@ from horovod_train.monitor.runs import Run, Runs
 log = logging.getLogger(__name__)
 
 SCRAPE_INTERVAL_S = 2.0
-MOST_OF_THE_TIME = 5
+SCRAPE_DUTY_DIVISOR = 5
 """Scraping uses at most one of this many seconds, because a scrape of a thousand ranks takes seconds."""
 
-LOOKED_AT_S = 30.0
+SCRAPE_AFTER_REQUEST_S = 30.0
 """The ranks of a run in a folder are scraped for this time after the last page request for it."""
 
 
-class Watched(Protocol):
+class DisplayedRun(Protocol):
     """A run that the page can show."""
 
     @property
@@ -194,19 +194,19 @@ class Board:
         self._thread.join(TIMEOUT_S)
 
     @property
-    def last_look_s(self) -> float:
+    def last_request_s(self) -> float:
         """Time of the last page request for any run, by the monotonic clock."""
         return max([*self._looked_s.values()], default=float("-inf"))
 
-    def runs(self) -> list[Watched]:
+    def runs(self) -> list[DisplayedRun]:
         """Return all runs: first the runs of the sources, then the runs in folders, newest first."""
         with self._lock:
             return [*self._scraped.values(), *self._runs.all()]
 
-    def look_at(self, key: str) -> tuple[Watched, Readings] | None:
-        """Return a run and its last metrics, and scrape its ranks for ``LOOKED_AT_S``; None: no such run."""
+    def request_run(self, key: str) -> tuple[DisplayedRun, Readings] | None:
+        """Return a run and its last metrics, and scrape its ranks for a while; None: no such run."""
         with self._lock:
-            run: Watched | None = self._scraped.get(key) or self._runs.find(key)
+            run: DisplayedRun | None = self._scraped.get(key) or self._runs.find(key)
             if run is None:
                 return None
             self._looked_s[key] = monotonic()
@@ -221,7 +221,7 @@ class Board:
                     return
                 log.error("ranks could not be scraped", exc_info=error)
             took_s = monotonic() - begun_s
-            if self._over.wait(max(SCRAPE_INTERVAL_S - took_s, took_s * (MOST_OF_THE_TIME - 1))):
+            if self._over.wait(max(SCRAPE_INTERVAL_S - took_s, took_s * (SCRAPE_DUTY_DIVISOR - 1))):
                 return
 
     def _scrape_all(self) -> None:
@@ -249,8 +249,8 @@ class Board:
                 self._scraped[run.key] = run
 
     def _scrape_runs(self) -> None:
-        """Scrape the ranks of runs in folders that were requested within ``LOOKED_AT_S``."""
-        oldest_s = monotonic() - LOOKED_AT_S
+        """Scrape the ranks of runs in folders that were requested within ``SCRAPE_AFTER_REQUEST_S``."""
+        oldest_s = monotonic() - SCRAPE_AFTER_REQUEST_S
         with self._lock:
             keys = [key for key, looked_s in self._looked_s.items() if looked_s > oldest_s]
         for key in keys:

@@ -16,7 +16,7 @@ TAIL_BYTES = 1 << 20
 
 def read_recent(log_dir: Path) -> History:
     """Return the history of a run from its last events; an empty history if there are none."""
-    return HistoryReader(log_dir, last_bytes=TAIL_BYTES).read_on()
+    return HistoryReader(log_dir, last_bytes=TAIL_BYTES).update()
 
 
 def summary_lines(history: History, now_unix_s: float | None = None) -> Iterator[str]:

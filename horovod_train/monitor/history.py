@@ -211,7 +211,7 @@ class History:
 
 
 class HistoryReader:
-    """Incremental reader of the history of a run. Threads may call ``read_on`` concurrently.
+    """Incremental reader of the history of a run. Threads may call ``update`` concurrently.
 
     Args:
         log_dir: Run folder.
@@ -229,7 +229,7 @@ class HistoryReader:
         self._with_ranks = with_ranks
         self._reading = Lock()  # concurrent readers would count the same events twice
 
-    def read_on(self) -> History:
+    def update(self) -> History:
         """Read new events, and return the history. A missing or unreadable file is not an error."""
         with self._reading:
             return self._read_on()

@@ -193,8 +193,8 @@ def targets_of(source: str) -> list[Target] | None:
         return parse_targets(path.read_bytes())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, HTTPException) as error:
         raise UserError(
-            f"{source} does not name targets: {type(error).__name__}: {error}",
-            hint='a list as Prometheus wants it is expected: [{"targets": ["host:port"], "labels": {}}]',
+            f"{source} is not a list of Prometheus targets: {type(error).__name__}: {error}",
+            hint='expected the format of http_sd_configs: [{"targets": ["host:port"], "labels": {}}]',
         ) from error
 
 

@@ -53,9 +53,9 @@ def push_dashboards(
             report(f"{name}: {base}{answer['url']}")
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise OperationalError(
-            f"{url} did not take the dashboards: {_explained(error)}",
-            hint="is that Grafana's own address, and may the service account of the token write folders and "
-            "dashboards?",
+            f"uploading dashboards to {url} failed: {_explained(error)}",
+            hint="check the URL of Grafana, and that the service account of the token may write folders and "
+            "dashboards",
         ) from error
 
 

@@ -228,7 +228,7 @@ _ALERTS = (
         f"max by ({JOB}) ({_P}world_size_present) < max by ({JOB}) ({_P}world_size_wanted)",
         "10m",
         "warning",
-        "{{ $labels.training_job }}: it trains on {{ $value }} ranks, fewer than it asked for",
+        "{{ $labels.training_job }}: trains on {{ $value }} ranks, fewer than requested",
     ),
     Alert(
         "HorovodTrainGpuThrottled",
@@ -251,7 +251,7 @@ _ALERTS = (
         f'{_P}job_failed{{cause="replicas_differ"}} == 1',
         "0m",
         "critical",
-        "{{ $labels.training_job }}: it was ended because ranks held different weights",
+        "{{ $labels.training_job }}: ended, because weights differ between ranks",
     ),
     Alert(
         "HorovodTrainJobFailed",

@@ -55,7 +55,7 @@ class Run:
 
     def history(self) -> History:
         """Return the history, including new events."""
-        return self._reader.read_on()
+        return self._reader.update()
 
     def status(self) -> JobStatus:
         """Return the status: from the state file, or from the events of a run without launcher."""

@@ -13,7 +13,7 @@ from horovod_train.errors import result_of
 from horovod_train.events.types import PHASES
 from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import JobStatus
-from horovod_train.monitor.board import Readings, Watched
+from horovod_train.monitor.board import DisplayedRun, Readings
 from horovod_train.monitor.history import History, as_json
 from horovod_train.monitor.live import finite
 from horovod_train.monitor.rank_series import RankSeries, Window, joined
@@ -35,19 +35,19 @@ MAX_EVENTS_SHOWN = 200
 Json = dict[str, object]
 
 
-def job_row(run: Watched) -> Json:
+def job_row(run: DisplayedRun) -> Json:
     """Return a run as a row of the list of jobs."""
     row, error = result_of(lambda: _job_row(run, run.status(), run.history()))
     if row is not None:
         return row
     # An unreadable run must not hide the other runs.
     log.error("%s cannot be shown", run.key, exc_info=error)
-    summary = {"state": "unknown", "message": f"it cannot be shown: {type(error).__name__}: {error}"}
+    summary = {"state": "unknown", "message": f"the run cannot be displayed: {type(error).__name__}: {error}"}
     nothing = dict.fromkeys(("begun_unix_s", "step", "num_steps"))
     return {"key": run.key, "job": run.job, "run": run.run_id, **summary, **nothing}
 
 
-def _job_row(run: Watched, status: JobStatus, history: History) -> Json:
+def _job_row(run: DisplayedRun, status: JobStatus, history: History) -> Json:
     last = history.last
     return {
         "key": run.key,
@@ -61,7 +61,7 @@ def _job_row(run: Watched, status: JobStatus, history: History) -> Json:
     }
 
 
-def run_document(run: Watched, readings: Readings) -> Json:
+def run_document(run: DisplayedRun, readings: Readings) -> Json:
     """Return all data that the page shows for a run, with the last scraped metrics of its ranks."""
     status, history = run.status(), run.history()
     started, last = history.started, history.last
@@ -235,7 +235,7 @@ def _findings(series: RankSeries) -> list[Json]:
     ]
 
 
-def log_tail(run: Watched) -> str:
+def log_tail(run: DisplayedRun) -> str:
     """Return the end of a run's log, with events as readable text; empty if no log is on this host."""
     if run.log_dir is None:
         return ""

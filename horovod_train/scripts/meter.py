@@ -97,7 +97,7 @@ class StepMeter:
         self.waiting_in = None
         self.has_joined = False
         """Whether the script has called ``hvd.init()``."""
-        self.hides_phases = False
+        self.is_asynchronous = False
         """Whether phases are not recorded, because a GPU runs asynchronously."""
 
     @property
@@ -186,9 +186,9 @@ class StepMeter:
             self._samples = self._given_samples * max(1, self._num_backward)
         self.num_steps += 1
         self._lr = lr
-        self._look_at_numbers(grad_norm)
+        self._check_finite(grad_norm)
         total_s = now_s - self._begun_s
-        phases = {} if self.hides_phases else self._phases
+        phases = {} if self.is_asynchronous else self._phases
         wait_s = phases.get(WAIT_PHASE)
         self._recorder.record(
             StepRecord(
@@ -244,11 +244,11 @@ class StepMeter:
         ):
             text = (
                 f"{self._num_ranks} ranks were started, but the script trains and has not called hvd.init(): "
-                "each rank trains alone, on the same data unless the script sees to that"
+                "each rank trains alone, on the same data unless the script shards it"
             )
             self._reporter.report(Notice(text=text))
 
-    def _look_at_numbers(self, grad_norm: float | None) -> None:
+    def _check_finite(self, grad_norm: float | None) -> None:
         """Report once that the loss or the gradient is not finite; the script decides whether to continue."""
         if grad_norm is not None and not math.isfinite(grad_norm):
             self._is_finite = False
@@ -256,7 +256,7 @@ class StepMeter:
             norm = "" if grad_norm is None else f", the gradient norm {grad_norm}"
             text = f"not finite: in step {self.num_steps} this rank's loss is {self._loss}{norm}"
             if self._finite_step:
-                text += f"; in step {self._finite_step} it was finite (of quick steps not all are looked at)"
+                text += f"; in step {self._finite_step} it was finite (short steps are sampled)"
             self._reporter.report(Notice(text=text))
             self._was_finite = False
         if self._is_finite:
@@ -343,7 +343,7 @@ class _Watching:
             return False
         if not self._meter.is_off:
             self._meter.is_off = True
-            log.warning("nothing more is measured of the script: %s: %s", type(error).__name__, error)
+            log.warning("measurement of the script has stopped: %s: %s", type(error).__name__, error)
         return True
 
 

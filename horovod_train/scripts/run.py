@@ -118,7 +118,7 @@ def execute(script: Path, arguments: list[str]) -> None:
         # As in Python: the exit code is the lowest eight bits of a number, and 1 for a text.
         code = left.code & 0xFF if isinstance(left.code, int) else int(left.code is not None)
         if code == PreemptedError.exit_code:
-            raise PreemptedError("the script has left, and says that everything is saved") from left
+            raise PreemptedError("the script exited with code 75: preempted, state saved") from left
         if code:
             exit_message = left.code if isinstance(left.code, str) else ""
             raise ScriptError(code, exit_message) from left
@@ -128,7 +128,7 @@ def peer_error(error: Exception) -> PeerError | None:
     """Return a ``PeerError`` for an exception of Horovod's collectives; None for other exceptions."""
     if type(error).__name__ != "HorovodInternalError":
         return None
-    return PeerError(f"a collective was ended because another rank left: {error}")
+    return PeerError(f"a collective failed because another rank exited: {error}")
 
 
 def _give_signals_back() -> None:

@@ -135,7 +135,7 @@ def _step(meter: StepMeter) -> None:
         variables = getattr(_calls.optimizer, "_trainable_variables", ())
         num_parameters = sum(variable.shape.num_elements() or 0 for variable in map(_as_tensor, variables))
         on_gpu = bool(tf.config.list_logical_devices("GPU"))
-        meter.hides_phases = on_gpu
+        meter.is_asynchronous = on_gpu
         meter.begin_training(num_parameters, size, "gpu" if on_gpu else "cpu")
     meter.step(_calls.lr, last_phase="compute")
 

@@ -111,7 +111,7 @@ class _Steps:
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = list(_parameters(optimizer))
         device = str(parameters[0].device) if parameters else ""
-        self._meter.hides_phases = device != "" and not device.startswith("cpu")
+        self._meter.is_asynchronous = device != "" and not device.startswith("cpu")
         horovod = sys.modules.get("horovod.torch")
         size = horovod.size() if horovod is not None and horovod.is_initialized() else 1
         self._meter.begin_training(sum(each.numel() for each in parameters), size, device)

@@ -25,7 +25,7 @@ from tornado.web import Application, HTTPError
 
 from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.launch.submit import submitted
-from horovod_train.monitor.board import Board, Readings, Watched
+from horovod_train.monitor.board import Board, DisplayedRun, Readings
 from horovod_train.monitor.live import Access
 from horovod_train.monitor.view import job_row, log_tail, run_document
 from horovod_train.serve import targets
@@ -33,7 +33,7 @@ from horovod_train.serve.web import Guarded, Server, application
 
 PORT = 9301
 MAX_JOBS_SHOWN = 200
-LOOKS_S = 3.0
+OPEN_PAGE_S = 3.0
 """A page is open if its last request is at most this old, because it sends requests every two seconds."""
 
 PAGE_FILES = {
@@ -148,7 +148,7 @@ class _End(Guarded):
         if not isinstance(how, str) or how not in HOW:
             raise HTTPError(400)
         board: Board = self.settings["board"]
-        found = board.look_at(key)
+        found = board.request_run(key)
         if found is None:
             raise HTTPError(404)
         try:
@@ -160,7 +160,7 @@ class _End(Guarded):
         self.send_json({"message": ""})
 
 
-def end(run: Watched, how: Literal["drain", "stop"]) -> None:
+def end(run: DisplayedRun, how: Literal["drain", "stop"]) -> None:
     """End a run as ``horovod-train drain`` and ``cancel`` do.
 
     Raises:
@@ -174,9 +174,9 @@ def end(run: Watched, how: Literal["drain", "stop"]) -> None:
     launcher.cancel(job, how)
 
 
-def _looked_at(handler: Guarded) -> tuple[Watched, Readings]:
+def _looked_at(handler: Guarded) -> tuple[DisplayedRun, Readings]:
     board: Board = handler.settings["board"]
-    found = board.look_at(handler.get_query_argument("key", ""))
+    found = board.request_run(handler.get_query_argument("key", ""))
     if found is None:
         raise HTTPError(404, reason="no such run")
     return found
@@ -206,11 +206,11 @@ class PageServer(Server):
         self.at_close = board.close
 
     def show_the_end(self) -> None:
-        """If a browser displays the page, wait up to ``LOOKS_S`` until it has requested the current state."""
+        """If a browser displays the page, wait until it has requested the current state."""
         begun_s = monotonic()
-        if begun_s - self._board.last_look_s > LOOKS_S:
+        if begun_s - self._board.last_request_s > OPEN_PAGE_S:
             return
-        while self._board.last_look_s < begun_s and monotonic() - begun_s < LOOKS_S:
+        while self._board.last_request_s < begun_s and monotonic() - begun_s < OPEN_PAGE_S:
             sleep(0.1)
         sleep(0.5)  # for the transfer of the response
 

@@ -63,13 +63,13 @@ class Guarded(RequestHandler):
             named = urlsplit(f"//{self.request.host}")
             host, self._port = named.hostname or "", named.port or 80
         except ValueError:
-            raise HTTPError(400, reason="the name of the host cannot be read") from None
+            raise HTTPError(400, reason="invalid Host header") from None
         names = self.settings["names"]
         if names and host.lower() not in names:
-            raise HTTPError(400, reason="this server has another name")
+            raise HTTPError(400, reason="the host name is not accepted by this server")
         origin = self.request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != self.request.host:
-            raise HTTPError(403, reason="asked from another origin")
+            raise HTTPError(403, reason="request from another origin")
         if self.settings["token"] is not None and not self.is_known():
             raise HTTPError(401, reason="the token is missing or wrong: use the address that was printed")
 

@@ -30,7 +30,7 @@ def make_folder(path: Path, access: Access) -> None:
         path.chmod(MODES[access])  # independent of the umask
 
 
-def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
+def write_atomic(path: Path, text: str, mode: int = 0o600) -> None:
     """Write a file atomically, so that readers see the old or the new content; create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")

@@ -21,17 +21,17 @@ import signal
 from collections.abc import Mapping
 from typing import Literal
 
-PATIENT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+DRAIN_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """To a launcher process: request ranks to save and exit, and wait without limit."""
 
-HURRIED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+TIMED_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """To a launcher process: request ranks to save and exit, and kill the remaining ranks after the grace."""
 
-LAUNCH_SIGNALS = (*PATIENT_SIGNALS, *HURRIED_SIGNALS)
+LAUNCH_SIGNALS = (*DRAIN_SIGNALS, *TIMED_STOP_SIGNALS)
 """Signals that end a run."""
 
 KILLS_AT_ONCE = frozenset({signal.SIGTERM, signal.SIGINT})
-"""To a launcher process after one of ``HURRIED_SIGNALS``: kill all ranks at once."""
+"""To a launcher process after one of ``TIMED_STOP_SIGNALS``: kill all ranks at once."""
 
 STAY_IGNORED = frozenset({signal.SIGINT, signal.SIGHUP})
 """Signals without a handler if they are ignored when the program starts."""

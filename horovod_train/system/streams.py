@@ -160,7 +160,7 @@ def num_dropped_bytes() -> int:
     return num_bytes
 
 
-def ignore_unencodable_output() -> None:
+def install_dropping_streams() -> None:
     """Replace standard output and error by streams that never raise, even at the end of the process."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)

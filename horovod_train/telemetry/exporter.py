@@ -37,7 +37,7 @@ FRESH_S = 1.0
 MAX_CONNECTIONS = 16
 """Maximum number of connections, because each needs a thread, and of cached responses."""
 
-LONG_S = 1.0
+REPLACEABLE_AFTER_S = 1.0
 """At the maximum number of connections, a new one replaces the oldest one if that is older than this."""
 
 TIMEOUT_S = 5.0
@@ -104,7 +104,7 @@ class Protection:
 OPEN = Protection()
 
 
-def kept_fresh(app: App, clock: Callable[[], float] = monotonic) -> App:
+def cached(app: App, clock: Callable[[], float] = monotonic) -> App:
     """Return an application that caches the responses of ``app`` for ``FRESH_S``, by request."""
     lock = Lock()
     answers: dict[tuple[str, ...], tuple[float, list[object], list[bytes]]] = {}
@@ -180,9 +180,9 @@ class _Server(ThreadingMixIn, WSGIServer):
             on_error.pop_all()
 
     def _replaces_oldest(self) -> bool:
-        """Close the oldest connection if it is older than ``LONG_S``; return whether its thread has ended."""
+        """Close the oldest connection, if it is old enough; return whether its thread has ended."""
         oldest, begun_s = min(self._begun_s.copy().items(), key=lambda item: item[1], default=(None, 0.0))
-        if oldest is None or monotonic() - begun_s < LONG_S:
+        if oldest is None or monotonic() - begun_s < REPLACEABLE_AFTER_S:
             return False
         with suppress(OSError):
             oldest.shutdown(socket.SHUT_RDWR)
@@ -237,7 +237,7 @@ class Exporter:
                 log.warning("metrics are not served on %s:%d: %s", host, candidate, error)
                 return
 
-            server.set_app(protection.guard(kept_fresh(make_wsgi_app(registry))))
+            server.set_app(protection.guard(cached(make_wsgi_app(registry))))
             self._server = server
             self._thread = Thread(target=server.serve_forever, daemon=True)
             self._thread.start()

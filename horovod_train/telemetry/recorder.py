@@ -25,7 +25,7 @@ from horovod_train.telemetry.records import EndRecord, StepRecord, WorldRecord
 
 log = logging.getLogger(__name__)
 
-TAKES = {"counter": "inc", "gauge": "set", "clock": "set_function", "histogram": "observe"}
+UPDATE_METHODS = {"counter": "inc", "gauge": "set", "clock": "set_function", "histogram": "observe"}
 MAX_DEFERRED = 64
 """Maximum number of buffered records."""
 
@@ -54,7 +54,7 @@ class Recorder:
             self._fed_by.setdefault(metric.source, []).append(metric)
         self._kinds = {metric.name: metric.kind for metric in metrics}
         # Finding the time series of a label set takes longer than updating it.
-        self._take = cache(self._taker)
+        self._take = cache(self._update_method)
         self.record(WorldRecord(num_wanted=world_size_wanted, num_present=world.size))
         self.record(EndRecord(0.0))
         for metric in metrics:
@@ -97,10 +97,10 @@ class Recorder:
         kind = Counter if metric.kind == "counter" else Gauge
         return kind(metric.name, metric.help, labels, registry=self.registry)
 
-    def _taker(self, name: str, *label: str) -> Callable[..., None]:
+    def _update_method(self, name: str, *label: str) -> Callable[..., None]:
         """Return the update method (inc, set, set_function or observe) of one time series."""
         child = self._families[name].labels(*self._rank_labels, *label)
-        return getattr(child, TAKES[self._kinds[name]])  # type: ignore[no-any-return]
+        return getattr(child, UPDATE_METHODS[self._kinds[name]])  # type: ignore[no-any-return]
 
 
 class SampledRegistry(CollectorRegistry):

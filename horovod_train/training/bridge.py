@@ -91,8 +91,9 @@ class LoopBridge:
                 raise loop.preempted_error(action)
             case RestoreCheckpoint() | Stop():
                 raise UserError(
-                    f"training is to {'stop' if isinstance(action, Stop) else 'go back'} at step "
-                    f"{action.step} ({action.why}), which {self.run.job.framework}'s own loop cannot",
+                    f"a hook requests to "
+                    f"{'stop' if isinstance(action, Stop) else 'restore a checkpoint'} at step "
+                    f"{action.step} ({action.why}), which {self.run.job.framework}'s loop does not support",
                     hint="use framework: torch",
                 )
 

@@ -91,7 +91,7 @@ def rest_of_epoch(run: Run) -> list[PlannedStep]:
         batch_size_per_rank=run.job.train.batch_size_per_rank,
         accumulation_steps=run.job.train.accumulation_steps,
         max_steps=run.num_steps_left,
-        equally_many=run.replica.requires_equal_micro_batches,
+        equal_micro_batches=run.replica.requires_equal_micro_batches,
     )
 
 
@@ -160,7 +160,7 @@ def finish_epoch(run: Run) -> bool:
     run.progress.finish_epoch()
     evaluated = is_evaluation_due(run)
     if evaluated:
-        take_metrics(run)
+        evaluate_and_store(run)
         apply_early_stopping(run)
     return evaluated
 
@@ -175,7 +175,7 @@ def end(run: Run) -> None:
     """End training: evaluate the final weights, if necessary, and call hooks."""
     run.deliver_all()
     if not run.progress.current_metrics and run.eval_reader is not None:
-        take_metrics(run)
+        evaluate_and_store(run)
     for hook in run.hooks:
         hook.on_end(run)
 
@@ -218,7 +218,7 @@ def evaluate(run: Run) -> dict[str, float]:
     return mean_over_ranks(run.world if run.mesh.axes.pipeline > 1 else ranks, sums)
 
 
-def take_metrics(run: Run) -> None:
+def evaluate_and_store(run: Run) -> None:
     """Evaluate the current weights, and store the metrics in ``run.progress``.
 
     Raises:

@@ -107,7 +107,8 @@ def resume_from(
         problem = error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         problem = CheckpointError(
-            f"{resumed.name} does not fit: {type(error).__name__}: {error}",
+            f"{resumed.name} does not match the model or the optimizer of this job: "
+            f"{type(error).__name__}: {error}",
             hint="train under another name, or set checkpoint.resume: never",
         )
         problem.__cause__ = error

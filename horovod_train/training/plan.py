@@ -20,12 +20,13 @@ def plan_epoch(
     batch_size_per_rank: int,
     accumulation_steps: int,
     max_steps: int | None = None,
-    equally_many: bool = False,
+    equal_micro_batches: bool = False,
 ) -> list[PlannedStep]:
     """Return the remaining steps of the current epoch, at most ``max_steps``; None: no limit.
 
     The samples are distributed over ``ranks``. A step has ``accumulation_steps`` micro-batches of
-    ``batch_size_per_rank`` samples. With ``equally_many``, all ranks read the same number of micro-batches.
+    ``batch_size_per_rank`` samples. With ``equal_micro_batches``, all ranks read the same number of
+    micro-batches.
     """
     order = progress.order
     shares = steps_of_epoch(
@@ -35,7 +36,7 @@ def plan_epoch(
         accumulation_steps=accumulation_steps,
         rank=ranks.rank,
         size=ranks.size,
-        equally_many=equally_many,
+        equal_micro_batches=equal_micro_batches,
     )
     places = epoch_order(order.num_samples, order.seed, progress.epoch, shuffle=order.shuffle)
     return planned_steps(islice(shares, max_steps), partial(reader.read, progress.epoch, places))

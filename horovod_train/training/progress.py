@@ -83,7 +83,7 @@ class Progress:
                 if (now := asdict(self.order)[name]) != before
             ]
             raise UserError(
-                "the checkpoint stands in the middle of an epoch whose samples came in another order: "
+                "the checkpoint was saved within an epoch with another order of samples: "
                 + "; ".join(changed),
                 hint="restore these settings until the epoch is complete, or use another name",
             )

@@ -67,10 +67,10 @@ def nothing(*_: Any) -> Iterator[None]:
 MECHANISMS = {
     "ranks agree on the path": Mechanism("TwoExperts", "fsdp", f"{TORCH}.comm.paths:PathAgreement.event"),
     "hooks of parameters: they stay whole": Mechanism(
-        "Hooks", "fsdp", f"{TORCH}.strategies.fsdp:parameters_kept_whole", scalars_only
+        "Hooks", "fsdp", f"{TORCH}.strategies.fsdp:unsharded_parameters", scalars_only
     ),
     "memory that two parameters share: they stay whole": Mechanism(
-        "ViewShare", "fsdp", f"{TORCH}.strategies.fsdp:parameters_kept_whole", scalars_only
+        "ViewShare", "fsdp", f"{TORCH}.strategies.fsdp:unsharded_parameters", scalars_only
     ),
     "gathered weights that change in forward": Mechanism(
         "MaxNorm", "fsdp", f"{TORCH}.strategies.fsdp:_unchanged", lambda method, *_: method, HARD

@@ -112,7 +112,12 @@ def test_phases_are_the_time_that_steps_take(width, depth, rows):
     strategy = SingleRankStrategy()
     strategy.bind(model, made)
     replica = TorchReplica(
-        model=model, optimizer=made, strategy=strategy, world=ALONE, train=job.train, task=Task()
+        model=model,
+        optimizer=made,
+        strategy=strategy,
+        world=ALONE,
+        train=job.train,
+        task=Task(),
     )
     batch = torch.randn(rows, width, device=GPU)
     share = share_of_step(0, rows, batch_size=rows, accumulation_steps=1, rank=0, size=1)

@@ -108,7 +108,7 @@ class SocketCommunicator:
                 send(peer, pieces)
         except OSError as error:
             self.close()
-            raise PeerError(f"a collective was ended because another rank left: {error}") from error
+            raise PeerError(f"a collective failed because another rank exited: {error}") from error
         finally:
             self.waiting_since_s = None
         return pieces

@@ -74,7 +74,7 @@ def test_hosts_that_are_added_and_taken_away_lose_and_repeat_no_sample(tmp_path,
 
     assert code == 0, output
     assert "elastic: 1 ranks on node1\n" in output
-    assert "elastic: node2 can take part; saving" in output
+    assert "elastic: node2 can join; saving a checkpoint" in output
     assert "elastic: 2 ranks on node1, node2" in output
     assert "elastic: node1 is to go; saving" in output
     assert "elastic: 1 ranks on node2" in output
@@ -95,7 +95,7 @@ def test_a_host_that_is_cut_off_is_left_out_and_taken_in_again(tmp_path, hosts):
 
     assert code == 0, output
     assert "node2 does not answer any more" in output
-    assert "going on from the newest checkpoint" in output
+    assert "resuming from the newest checkpoint" in output
     assert output.count("elastic: 2 ranks on node1, node2") == 2
     assert "elastic: 1 ranks on node1\n" in output
     assert min(times_seen(tmp_path).values()) >= 24

@@ -120,7 +120,7 @@ def test_an_elastic_job_is_started_again_from_its_newest_checkpoint(tmp_path):
 
     assert code == 75, output
     assert "shows no sign of life; the job was ended" in output
-    assert "going on from the newest checkpoint" in output
+    assert "resuming from the newest checkpoint" in output
 
 
 @mostly("mpi")

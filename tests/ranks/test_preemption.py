@@ -201,7 +201,11 @@ def test_the_grace_that_is_needed_is_told_when_it_is_not_given(tmp_path):
 
     done = cli("run", str(path), cwd=tmp_path)
 
-    told = re.search(r"leaving without losing work would take (.+) s, but launch.grace_s is 0.1", done.stdout)
+    told = re.search(
+        r"saving and exiting on preemption would take (.+) s, but launch.grace_s is "
+        "0.1",
+        done.stdout,
+    )
     assert float(told[1]) >= 0.3  # a step takes that long on an idle machine, and longer on a busy one
 
 

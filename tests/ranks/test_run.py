@@ -186,7 +186,7 @@ def test_ranks_that_make_different_models_are_told_before_they_wait_for_each_oth
     done = cli("run", str(path), cwd=tmp_path, check=False)
 
     assert done.returncode == 2
-    assert "have made different models" in done.stderr
+    assert "have different models" in done.stderr
 
 
 @pytest.mark.parametrize(

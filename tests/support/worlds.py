@@ -82,7 +82,7 @@ class ThreadCommunicator:
     def start_adasum(self, tensor: Any, name: str) -> Any:
         raise NotImplementedError
 
-    def before_closing(self, act: Callable[[], None]) -> None:
+    def call_at_close(self, act: Callable[[], None]) -> None:
         pass
 
     def is_done(self, handle: Any) -> bool:

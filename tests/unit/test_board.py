@@ -221,7 +221,7 @@ class TestForeignFiles:
     def test_two_who_read_at_the_same_time_count_once(self, folder):
         add(folder, *(as_line(progress(step)) for step in range(2000)))
         reader = HistoryReader(folder)
-        threads = [threading.Thread(target=reader.read_on) for _ in range(4)]
+        threads = [threading.Thread(target=reader.update) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -335,11 +335,11 @@ class TestABoard:
         state = StateFile(folder)
         state.write("running")
         looked = board([folder])
-        wait_until(lambda: looked.look_at("j/r") and asked)
+        wait_until(lambda: looked.request_run("j/r") and asked)
         state.write("succeeded", 0)
         time.sleep(0.5)  # a round that has begun
         asked.clear()
-        wait_until(lambda: looked.look_at("j/r")[1].scraped == set())
+        wait_until(lambda: looked.request_run("j/r")[1].scraped == set())
         time.sleep(0.5)
         server.shutdown()
         server.server_close()
@@ -512,7 +512,7 @@ class TestAStateOfAnotherHost:
         def refuse(*_args, **_options):
             raise PermissionError(1, "Operation not permitted")
 
-        monkeypatch.setattr(jobs_module, "write_whole", refuse)
+        monkeypatch.setattr(jobs_module, "write_atomic", refuse)
         state.write("preempted", 75, "everything is saved")
 
         assert StateFile(folder).read().state == "preempted"

@@ -569,7 +569,7 @@ class TestForgery:
         for value in (low, low if high is None else high):
             checked(model, document(value), "it")
         for value in (low - 1, low - 1 if high is None else high + 1):
-            with pytest.raises(CheckpointError, match=f"it: is not what a checkpoint holds: {name}: "):
+            with pytest.raises(CheckpointError, match=f"it: has an invalid field: {name}: "):
                 checked(model, document(value), "it")
 
     @pytest.mark.parametrize("name", FILES)

@@ -22,7 +22,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
 from horovod_train.frameworks.torch.codecs.dense import Dense
 from horovod_train.frameworks.torch.codecs.top_k import TopK
-from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, allreduce
 from horovod_train.health.desync import fingerprints
 from horovod_train.training.hooks.base import Hook
@@ -191,7 +191,7 @@ class TestWhatIsKept:
         assert sum(came) + left["a"] == pytest.approx(40 + given, abs=1e-4)
 
     def test_is_dropped_with_a_word_by_what_keeps_nothing(self, caplog):
-        strategy, _ = bound(with_tensors(SingleRank()), Dense(torch.float32))
+        strategy, _ = bound(tensor_communicator(SingleRank()), Dense(torch.float32))
 
         strategy.load_rank_states([{"a": torch.ones(20)}])
 

@@ -309,7 +309,7 @@ class TestLimitsOfAFile:
         document = json.dumps({**VALID, "task_args": {"x": nested}})
         if is_refused:
             assert self.refused(tmp_path, document, "job.json").message == (
-                "is nested too deeply, or unfolds to too much"
+                "is nested too deeply, or has too many values"
             )
         else:
             load_job(job_file(tmp_path, document, "job.json"), environ={})

@@ -150,7 +150,7 @@ def test_a_compiler_that_fails_is_used_nowhere_and_refused_where_a_gpu_is(monkey
             build.make_plan(report=said.append)
     else:
         assert not build.make_plan(report=said.append).cuda
-        assert "for CPUs alone, as this machine has no GPU and" in said[0]
+        assert "built without GPU support, because this machine has no GPU and" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ class TestWhatTheCheckSaysOfGpus:
         assert self.findings(set()) == []
 
     def test_what_cannot_be_tried(self):
-        assert self.findings(set()) == ["ok   gpu            none here: whether NCCL works was not tried"]
+        assert self.findings(set()) == ["ok   gpu            no GPU: NCCL was not tested"]
 
     def test_an_engine_for_cpus_beside_a_gpu(self):
         """D13: it used to say ok."""
@@ -315,7 +315,7 @@ class TestWhatTheCheckSaysOfGpus:
 
         (finding,) = self.findings({"90"})
 
-        assert "fail gpu            there is one, and the engine is for CPUs alone" in finding
+        assert "fail gpu            there is a GPU, but the engine is built without CUDA" in finding
         assert "pip install 'cuda-toolkit[nvcc]==13.0.3.0', then run `horovod-train engine build`" in finding
 
     def test_a_gpu_without_kernels(self):

@@ -141,7 +141,7 @@ class TestPush:
         done = push(f"http://127.0.0.1:{grafana.server_port}", "wrong")
 
         assert isinstance(done.exception, OperationalError)
-        assert "did not take the dashboards" in str(done.exception)
+        assert "uploading dashboards to" in str(done.exception)
         assert "wrong" not in str(done.exception).replace("wrong address", "")
 
     def test_says_that_nobody_answers(self):

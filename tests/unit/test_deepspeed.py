@@ -42,10 +42,10 @@ class TestIsRefused:
     def test_a_model_that_is_not_in_float32(self, matrix):
         reason = "DeepSpeed stores weights in 32 bits"
         matrix("equals an independent computation: 64 bits", "deepspeed", f"no: {reason}")
-        made, placing = strategy()
+        made, move_to_device = strategy()
 
         with pytest.raises(UserError, match="'weight' is float64, and DeepSpeed keeps weights in float32"):
-            made.wrap(nn.Linear(2, 1).double(), placing)
+            made.wrap(nn.Linear(2, 1).double(), move_to_device)
 
     def test_an_optimizer_that_deepspeed_would_replace(self):
         made, _ = strategy()
@@ -64,10 +64,10 @@ class TestIsRefused:
             made.bind(module, torch.optim.SGD(groups, lr=0.1))
 
     def test_an_environment_without_deepspeed(self, monkeypatch):
-        made, placing = strategy()
+        made, move_to_device = strategy()
         monkeypatch.setitem(sys.modules, "deepspeed", None)
         with pytest.raises(UserError, match="the package deepspeed cannot be imported: ") as refused:
-            made.wrap(nn.Linear(2, 1), placing)
+            made.wrap(nn.Linear(2, 1), move_to_device)
         assert "horovod_train[deepspeed]" in refused.value.hint
 
 

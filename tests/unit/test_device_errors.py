@@ -50,8 +50,8 @@ class TestNccl:
             ),
             ("unhandled cuda error: Cuda failure 719", "nvidia-smi"),
             ("Cuda failure 2 'out of memory'", "lower train.batch_size_per_rank"),
-            ("NCCL version 2.29.7+cuda13.0 internal error", "see what NCCL itself tells"),
-            ("internal error", "see what NCCL itself tells"),
+            ("NCCL version 2.29.7+cuda13.0 internal error", "see the log of NCCL"),
+            ("internal error", "see the log of NCCL"),
         ],
     )
     def test_an_error_is_its_own_cause_with_nccls_words(self, said, hint):

@@ -94,7 +94,7 @@ def test_what_is_told_is_in_the_log_as_well(train):
     )
     assert train.console.lines[1].startswith("elastic: a rank was killed")
     assert train.console.lines[2] == (
-        "elastic: going on from the newest checkpoint (1 losses in a row without a new one)"
+        "elastic: resuming from the newest checkpoint (1 losses in a row without a new one)"
     )
 
 
@@ -141,7 +141,7 @@ def test_what_it_waits_for_stands_in_its_state(train):
     with pytest.raises(LaunchError, match="room for 3 of at least 5 ranks"):
         train(min_ranks=5, max_ranks=8)
 
-    state = train.state.read_elsewhere()
+    state = train.state.read_recorded()
     assert state.state == "starting"
     assert state.message.startswith("waits for hosts: room for 3 of at least 5 ranks")
 

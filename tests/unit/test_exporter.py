@@ -23,7 +23,7 @@ from horovod_train.config.schema import Metrics
 from horovod_train.errors import UserError
 from horovod_train.telemetry import exporter as exporter_module
 from horovod_train.telemetry.ending import push_last_metrics, write_last_metrics
-from horovod_train.telemetry.exporter import MAX_CONNECTIONS, OPEN, Exporter, Protection, kept_fresh
+from horovod_train.telemetry.exporter import MAX_CONNECTIONS, OPEN, Exporter, Protection, cached
 from horovod_train.telemetry.rank_metrics import protection_of
 
 
@@ -64,7 +64,7 @@ def test_an_answer_is_good_for_a_second():
         return [str(len(made)).encode()]
 
     heads = []
-    fresh = kept_fresh(app, clock=lambda: now[0])
+    fresh = cached(app, clock=lambda: now[0])
 
     def get(path="/metrics"):
         return b"".join(fresh({"PATH_INFO": path}, lambda *head: heads.append(head)))
@@ -85,7 +85,7 @@ def test_answers_to_many_ways_of_asking_are_not_kept_for_ever():
         start_response("200 OK", [])
         return [b""]
 
-    fresh = kept_fresh(app, clock=lambda: 0.0)
+    fresh = cached(app, clock=lambda: 0.0)
     for number in range(10 * MAX_CONNECTIONS):
         fresh({"QUERY_STRING": str(number)}, lambda *_: None)
 
@@ -144,7 +144,7 @@ def test_connections_that_are_renewed_for_ever_do_not_keep_prometheus_out(serve)
     threads = [threading.Thread(target=drip) for _ in range(MAX_CONNECTIONS)]
     for thread in threads:
         thread.start()
-    time.sleep(2 * exporter_module.LONG_S)
+    time.sleep(2 * exporter_module.REPLACEABLE_AFTER_S)
     try:
         assert "answer 42.0" in ask(place)
     finally:

@@ -18,7 +18,7 @@ from horovod_train.frameworks.torch.comm.buckets import make_buckets
 from horovod_train.frameworks.torch.comm.collectives import let_stream_follow
 from horovod_train.frameworks.torch.framework import choose_device, compiled, placement, set_up
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.state.optimizer import is_fused_by_itself, optimizer_over
+from horovod_train.frameworks.torch.state.optimizer import is_fused_by_default, optimizer_over
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 from horovod_train.horovod.environment import horovod_settings
 
@@ -36,9 +36,9 @@ def parameter(*, is_cuda=True, is_real=True):
 class TestFusedOptimizers:
     @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
     def test_are_chosen_on_a_gpu(self, kind):
-        assert is_fused_by_itself(kind, {"weight_decay": 0.1}, [parameter(), parameter()])
-        assert is_fused_by_itself(kind, {}, [{"params": [parameter()], "lr_scale": 0.1}])
-        assert is_fused_by_itself(kind, {}, [("weight", parameter())])
+        assert is_fused_by_default(kind, {"weight_decay": 0.1}, [parameter(), parameter()])
+        assert is_fused_by_default(kind, {}, [{"params": [parameter()], "lr_scale": 0.1}])
+        assert is_fused_by_default(kind, {}, [("weight", parameter())])
 
     @pytest.mark.parametrize(
         ("kind", "args", "groups"),
@@ -57,7 +57,7 @@ class TestFusedOptimizers:
         ],
     )
     def test_are_not_chosen_where_they_do_something_else_or_were_decided_on(self, kind, args, groups):
-        assert not is_fused_by_itself(kind, args, groups)
+        assert not is_fused_by_default(kind, args, groups)
 
     def test_are_not_chosen_on_a_cpu(self):
         made = optimizer_over(job(optimizer={"name": "adamw"}), nn.Linear(2, 2).parameters())

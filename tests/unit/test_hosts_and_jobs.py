@@ -124,7 +124,7 @@ class TestHosts:
 
 DESCRIPTION = described(
     addresses={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "ib0": ["10.1.0.1"], "eth1": []},
-    reached_at="10.0.0.1",
+    ssh_address="10.0.0.1",
     ways={"b": "10.1.0.1"},
 )
 
@@ -151,7 +151,7 @@ class TestInterface:
         assert "did you mean 'ib0'?" in caught.value.hint
 
     def test_that_cannot_be_told_has_to_be_named(self):
-        unknown = replace(DESCRIPTION, reached_at="192.0.2.1", ways={})
+        unknown = replace(DESCRIPTION, ssh_address="192.0.2.1", ways={})
 
         with pytest.raises(LaunchError, match="cannot tell"):
             choose(Host("a", 1), None, unknown, [])
@@ -631,7 +631,7 @@ class TestHostGroup:
         os.kill(connections[1].pid, signal.SIGSTOP)
 
         assert hosts.silent(0.5) == "b"
-        assert connections[1].is_cut or connections[1]._process.wait(5)
+        assert connections[1].is_disconnected or connections[1]._process.wait(5)
         hosts.close()
 
     def test_ranks_of_all_hosts_are_counted_signalled_and_killed(self, tmp_path):
@@ -731,7 +731,7 @@ class TestHostGroup:
         with pytest.raises(LaunchError, match="numpy version: 2.4 on a, c; 2.3 on b") as caught:
             check_fingerprints({"a": alike, "b": {**alike, "numpy version": "2.3"}, "c": alike})
 
-        assert "bring b to the state of the others" in caught.value.hint
+        assert "install on b as on the other hosts" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -771,7 +771,7 @@ def test_where_nobody_knows_who_is_right_about_one_thing_all_are_asked():
     with pytest.raises(LostError) as caught:
         check_fingerprints(facts)
 
-    assert caught.value.hint.startswith("bring all to one state: ")
+    assert caught.value.hint.startswith("install on all hosts: ")
 
 
 def test_hosts_that_differ_from_most_are_named_wherever_they_stand():
@@ -782,7 +782,7 @@ def test_hosts_that_differ_from_most_are_named_wherever_they_stand():
         check_fingerprints(facts)
 
     assert caught.value.hosts == ("a", "d")
-    assert caught.value.hint.startswith("bring a, d to the state of the others: ")
+    assert caught.value.hint.startswith("install on a, d as on the other hosts: ")
 
 
 def test_the_interface_is_that_on_the_way_to_the_first_other_host(monkeypatch):
@@ -1005,7 +1005,7 @@ class TestJobs:
         def refuse(*_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(jobs, "write_whole", refuse)
+        monkeypatch.setattr(jobs, "write_atomic", refuse)
         state.write("running", message="2 ranks")
         assert (state.read().state, state.read().message) == ("running", "2 ranks")
 
@@ -1240,13 +1240,13 @@ class TestWhatIsRemembered:
         assert sorted(job.native_id for job in jobs.known_jobs()) == list("012345678")
 
     def test_of_a_run_whose_folder_is_gone_says_so(self, tmp_path):
-        status = jobs.StateFile(tmp_path / "gone").read_elsewhere()
+        status = jobs.StateFile(tmp_path / "gone").read_recorded()
 
         assert (status.state, status.exit_code) == ("unknown", 1)
         assert "does not exist: removed, or not mounted here" in status.message
 
     def test_of_a_run_that_has_not_begun_is_that_it_waits(self, tmp_path):
-        status = jobs.StateFile(tmp_path).read_elsewhere()
+        status = jobs.StateFile(tmp_path).read_recorded()
 
         assert (status.state, status.exit_code, status.message) == ("waiting", None, "not started yet")
 

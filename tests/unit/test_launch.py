@@ -408,7 +408,7 @@ class TestFollowing:
         code, text, cancelled = self.follow(tmp_path, monkeypatch, lines, status)
 
         assert (code, cancelled) == (75, [how])
-        assert "j-run-1: asked to save and leave" in text
+        assert "j-run-1: drain requested" in text
         assert "never shown" not in text
 
     def test_of_a_job_without_a_code_is_a_failure(self, tmp_path, monkeypatch):
@@ -501,7 +501,7 @@ class TestHostsBeforeALaunch:
             check_clocks(descriptions, 5)
 
     def test_interfaces_are_chosen_by_what_hosts_say(self):
-        descriptions = {"a": described(reached_at="10.0.0.1"), "b": described(reached_at="127.0.0.1")}
+        descriptions = {"a": described(ssh_address="10.0.0.1"), "b": described(ssh_address="127.0.0.1")}
 
         chosen = choose_interfaces(self.hosts(a={}, b={}), Job(name="j", task="digits"), descriptions)
 
@@ -557,7 +557,7 @@ class TestOutcome:
 
     def test_a_killed_rank_is_known_by_its_number(self, run):
         run.handle("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
-        run.handle(self.failure(0, "a collective was ended because another rank left", is_cause=False))
+        run.handle(self.failure(0, "a collective failed because another rank exited", is_cause=False))
 
         with pytest.raises(LaunchError, match="rank 1 on n4 was killed") as caught:
             run.end(137)

@@ -122,7 +122,7 @@ class TestWaiting:
 
 
 def rested(membership):
-    return membership._rested(membership._everybody()[0])
+    return membership._outside_cooldown(membership._everybody()[0])
 
 
 def test_a_host_that_has_failed_is_used_all_the_same_when_there_are_too_few(membership):
@@ -230,7 +230,7 @@ class TestWhileRanksRun:
         asked, said = self.asked(membership, listed, lambda: rewrite(listed, "up1\nup2\nup3\n"))
 
         assert asked
-        assert said == ["elastic: up3 can take part; saving"]
+        assert said == ["elastic: up3 can join; saving a checkpoint"]
 
     def test_one_that_does_not_answer_is_not(self, membership, listed):
         change = lambda: rewrite(listed, "up1\nup2\ndown\n")  # noqa: E731

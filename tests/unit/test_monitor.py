@@ -119,11 +119,11 @@ class TestHistory:
     def test_follows_a_file_that_grows(self, make):
         folder, file = make(events=[started(), progress(3)])
         reader = HistoryReader(folder)
-        assert reader.read_on().last.step == 3
+        assert reader.update().last.step == 3
 
         file.write(progress(5), 0)
         file.write(Evaluation(epoch=1, metrics={"loss": 0.75}), 0)
-        history = reader.read_on()
+        history = reader.update()
 
         assert [point.step for point in history.points] == [3, 5]
         assert history.metrics == {"loss": 0.75}
@@ -136,23 +136,23 @@ class TestHistory:
         whole = path.read_text()
         path.write_text(whole[:-20])
         reader = HistoryReader(folder)
-        assert reader.read_on().last is None
+        assert reader.update().last is None
         with path.open("a") as more:
             more.write(whole[-20:])
 
-        assert reader.read_on().last.step == 3
+        assert reader.update().last.step == 3
 
     def test_begins_anew_with_a_file_that_was_written_anew(self, make):
         folder, file = make(events=[progress(step) for step in range(1, 9)])
         reader = HistoryReader(folder)
-        assert len(reader.read_on().points) == 8
+        assert len(reader.update().points) == 8
         file.close()
         path = folder / "events.jsonl"
         lines = path.read_text().splitlines()
         (folder / "new").write_text("\n".join(lines[::2]) + "\n")
         (folder / "new").replace(path)
 
-        assert len(reader.read_on().points) == 4
+        assert len(reader.update().points) == 4
 
     def test_passes_over_what_it_does_not_know(self, make):
         folder, file = make(events=[progress(3)])
@@ -162,10 +162,10 @@ class TestHistory:
                 '{"kind": "invented", "time_unix_s": 1, "rank": 0}\nnonsense\n[]\n' + "[" * 5000 + "\n"
             )
 
-        assert HistoryReader(folder).read_on().last.step == 3
+        assert HistoryReader(folder).update().last.step == 3
 
     def test_of_a_file_that_is_not_there_is_empty(self, tmp_path):
-        assert HistoryReader(tmp_path / "none").read_on().last is None
+        assert HistoryReader(tmp_path / "none").update().last is None
 
     def test_counts_starts_losses_and_preemptions_once(self, make):
         attempt = Attempt(number=0, num_ranks=2, num_wanted=3, hosts=("a", "b"))
@@ -175,7 +175,7 @@ class TestHistory:
                 attempt, HostsLost(hosts=("b",), why="silent"), attempt, Preempted(step=2, epoch=0.2),
             ]
         )  # fmt: skip
-        history = HistoryReader(folder).read_on()
+        history = HistoryReader(folder).update()
 
         assert (history.num_attempts, history.num_preemptions, history.hosts_lost) == (3, 2, ["b"])
         assert history.world_size_wanted == 3
@@ -186,14 +186,14 @@ class TestHistory:
             events=[attempt, Targets(targets=(target(0), target(1))), failure("lost"), attempt,
                     Targets(targets=(target(0, "127.0.0.1:2"),))]
         )  # fmt: skip
-        history = HistoryReader(folder).read_on()
+        history = HistoryReader(folder).update()
 
         assert {rank: each.address for rank, each in history.targets.items()} == {0: "127.0.0.1:2"}
         assert history.failures == []
 
     def test_keeps_the_first_and_the_last_point_of_many(self, make):
         folder, _ = make(events=[progress(step, num_steps=10**6) for step in range(3 * MAX_POINTS)])
-        points = HistoryReader(folder).read_on().points
+        points = HistoryReader(folder).update().points
 
         assert len(points) <= MAX_POINTS
         assert (points[0].step, points[-1].step) == (0, 3 * MAX_POINTS - 1)
@@ -201,7 +201,7 @@ class TestHistory:
     def test_a_summary_says_the_last_step(self, make):
         folder, _ = make(events=[progress(7), summary()])
 
-        assert HistoryReader(folder).read_on().last.step == 10
+        assert HistoryReader(folder).update().last.step == 10
 
 
 class TestSeries:
@@ -373,9 +373,9 @@ class TestTargets:
         assert targets_of("runs") is None
         for text in ("{", '{"a": 1}', "[1]", '[{"labels": {}}]'):
             file.write_text(text)
-            with pytest.raises(UserError, match="does not name targets"):
+            with pytest.raises(UserError, match="is not a list of Prometheus targets"):
                 targets_of(str(file))
-        with pytest.raises(UserError, match="does not name targets"):
+        with pytest.raises(UserError, match="is not a list of Prometheus targets"):
             targets_of(f"http://127.0.0.1:{free_port()}/targets")
 
 

@@ -208,7 +208,7 @@ class TestALine:
 
     def test_says_who_is_behind_when_it_has_waited_for_too_long(self):
         _, (one, other) = self.lines(2, timeout_s=0.2)
-        with pytest.raises(LostError, match=r"rank 0 .* ranks 0-1 came no further"):
+        with pytest.raises(LostError, match=r"rank 0 .* ranks 0-1 have not sent their gradients"):
             one.pull(1)
         one.close()
         other.close()

@@ -18,7 +18,7 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.axes import Axes
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.strategies.pipeline.cut import best_cuts, cut_model
-from horovod_train.frameworks.torch.strategies.pipeline.messages import Kind, _head_of, _kinds_of
+from horovod_train.frameworks.torch.strategies.pipeline.messages import Kind, _encode_specs, _kinds_of
 from horovod_train.frameworks.torch.strategies.pipeline.orders import Pass, bubble, order_of
 from horovod_train.frameworks.torch.strategies.pipeline.stand_ins import (
     answered_with,
@@ -400,7 +400,7 @@ class TestWhatARankKeeps:
     )
 )
 def test_a_head_tells_kinds_of_tensors(kinds):
-    assert _kinds_of(_head_of(kinds).tolist()) == kinds
+    assert _kinds_of(_encode_specs(kinds).tolist()) == kinds
 
 
 class TestAxes:

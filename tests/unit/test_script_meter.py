@@ -250,7 +250,7 @@ def test_an_error_in_measuring_ends_that_and_nothing_else(make, caplog):
 
     assert meter.is_off
     assert [each.message for each in caplog.records] == [
-        "nothing more is measured of the script: ValueError: a learning rate that is none"
+        "measurement of the script has stopped: ValueError: a learning rate that is none"
     ]
 
 

@@ -402,7 +402,7 @@ class TestExport:
         saved(tmp_path / "run", 2)
         (tmp_path / "mine").write_text("precious")
 
-        with pytest.raises(CheckpointError, match="mine is there already"):
+        with pytest.raises(CheckpointError, match="mine already exists"):
             export(tmp_path / "run", tmp_path / "mine")
 
         assert (tmp_path / "mine").read_text() == "precious"

@@ -29,7 +29,7 @@ class HostGroup:
 
 @pytest.fixture(autouse=True)
 def looks_are_quick(monkeypatch):
-    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.01)
 
 
 def watch(hosts, **health):

@@ -188,7 +188,7 @@ class TestWaiting:
         def status(job):
             asked.append(now_s[0])
             if now_s[0] < 100:
-                return StateFile(job.log_dir).read_elsewhere()
+                return StateFile(job.log_dir).read_recorded()
             raise LaunchError("no answer")
 
         def sleep(seconds):
@@ -330,7 +330,7 @@ class TestWhenTheTimeOfAnAllocationIsOver:
             StateFile(request.log_dir).write("preempted", 75, "saved")
             with pytest.raises((PreemptedError, LaunchError)) as caught:
                 SlurmAllocationLauncher().run(request, LaunchPlan(()), None)
-            return StateFile(request.log_dir).read_elsewhere(), caught.value
+            return StateFile(request.log_dir).read_recorded(), caught.value
 
         (queue / "41").write_text("RUNNING")
         return run
@@ -341,7 +341,7 @@ class TestWhenTheTimeOfAnAllocationIsOver:
         assert (queue / "41").read_text().strip() == "REQUEUED"
         assert isinstance(error, PreemptedError)
         assert state.state == "waiting"
-        assert "its time is over, it is in the queue again; preempted" in state.message
+        assert "time limit reached, requeued; preempted" in state.message
 
     def test_a_job_that_does_not_want_to_is_not(self, ends, queue):
         state, _ = ends(signal.SIGUSR1, "41", requeue=False)

@@ -18,8 +18,8 @@ FULL = "/dev/full"  # says what a full disk says
 # The same calls as `horovod-train run` makes; prints, and then says in a file that it came to its end.
 PROGRAM = """
 import sys
-from horovod_train.system.streams import ignore_unencodable_output
-ignore_unencodable_output()
+from horovod_train.system.streams import install_dropping_streams
+install_dropping_streams()
 for number in range({lines}):
     print("line", number)
 print("to standard error", file=sys.stderr)

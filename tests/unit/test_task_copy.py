@@ -15,7 +15,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.verify.task_copy import (
     SharedState,
     copy_of_task,
-    counted_state,
+    counter_state,
     generators_of,
 )
 
@@ -139,10 +139,10 @@ def test_generators_are_known_by_name(task):
 def test_counting_is_seen_in_python_and_in_buffers_of_integers(task):
     model = nn.BatchNorm1d(2)
     model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-    before = counted_state(task, model)
+    before = counter_state(task, model)
     model.num_batches_tracked += 1
-    assert counted_state(task, model) == before, "which batch normalization has"
+    assert counter_state(task, model) == before, "which batch normalization has"
 
     model.steps += 1
 
-    assert counted_state(task, model) != before
+    assert counter_state(task, model) != before

@@ -50,7 +50,7 @@ FACTS = {"python": "3.11.7", "torch version": "2.13.0"}
 
 @pytest.mark.parametrize("lengths", [(0, 0, 0), (3, 0, 17), (8, 8, 8)])
 def test_rank_0_gathers_what_is_large_in_pieces(monkeypatch, lengths):
-    monkeypatch.setattr(base, "PIECE_BYTES", 8)
+    monkeypatch.setattr(base, "CHUNK_BYTES", 8)
     given = [bytes(range(rank, rank + length)) for rank, length in enumerate(lengths)]
 
     found = on_ranks(3, lambda world: base.gather_to_rank_0(world, given[world.rank]))

@@ -32,7 +32,11 @@ from horovod_train.frameworks.torch import framework as module
 from horovod_train.frameworks.torch import reader as reader_module
 from horovod_train.frameworks.torch.comm import allreduce_benchmark as benchmark
 from horovod_train.frameworks.torch.comm import collectives as collectives_module
-from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, share_cores, with_tensors
+from horovod_train.frameworks.torch.comm.collectives import (
+    TorchCommunicator,
+    share_cores,
+    tensor_communicator,
+)
 from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     choose_device,
@@ -397,7 +401,7 @@ class TestTheBenchmarkWithMpi:
 
 class TestTensorsOfRanks:
     def test_a_rank_alone_has_every_sum_already(self):
-        ranks = with_tensors(SingleRank(host="here"))
+        ranks = tensor_communicator(SingleRank(host="here"))
         tensor = torch.arange(3.0)
 
         ranks.broadcast(tensor, "weights")
@@ -411,7 +415,7 @@ class TestTensorsOfRanks:
         ranks = types.SimpleNamespace(size=2)
 
         with pytest.raises(TypeError, match="SimpleNamespace does not exchange PyTorch's tensors"):
-            with_tensors(ranks)
+            tensor_communicator(ranks)
 
     def test_one_of_two_ranks_of_a_host_computes_on_its_share_of_the_cores(self, monkeypatch):
         binding = types.SimpleNamespace(

@@ -305,7 +305,7 @@ class TestTheReplica:
 
         for error in on_torch_ranks(3, rank):
             assert isinstance(error, UserError)
-            assert "have made different models: [" in str(error)
+            assert "have different models: [" in str(error)
             assert "'bias (2,) torch.float32', 'bias (3,) torch.float32'" in str(error)
 
     def test_averages_running_statistics_and_leaves_equal_buffers_alone(self):

@@ -45,7 +45,7 @@ def test_a_warning_with_an_event_is_reported_as_the_event():
 
 
 class OnThreads(NumpyFramework):
-    """The framework of a job whose world is there already."""
+    """The framework of a job whose world already exists."""
 
     def __init__(self, world):
         self.world = world
@@ -232,7 +232,7 @@ class TestTheEnd:
 
         def run(do, file=path):
             monkeypatch.setattr(worker, "run_rank", do)
-            monkeypatch.setattr(worker.streams, "ignore_unencodable_output", lambda: None)
+            monkeypatch.setattr(worker.streams, "install_dropping_streams", lambda: None)
             monkeypatch.setattr(worker, "load_job", lambda *_, **__: Job(name="line", task="digits"))
             handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
             logger = logging.getLogger("horovod_train")

@@ -374,7 +374,7 @@ def test_all_ranks_read_equally_many_micro_batches(num_samples, batch_size, accu
             accumulation_steps=accumulation_steps,
             rank=rank,
             size=size,
-            equally_many=True,
+            equal_micro_batches=True,
         )
         for rank in range(size)
     ]

@@ -24,7 +24,7 @@ from jax.experimental import io_callback
 from horovod_train.frameworks import exchange
 from horovod_train.frameworks.arrays import Array
 from horovod_train.frameworks.jax.in_place import in_place, shapes_of
-from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, with_tensors
+from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, tensor_communicator
 
 NARROW = (jnp.bfloat16, jnp.float16)  # summed in float32: Horovod has no bfloat16, and fp16 overflows
 
@@ -41,7 +41,7 @@ class Exchange(exchange.Exchange):
     _ranks: TensorCollectives = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ranks = with_tensors(self.world)  # once: slow compared with a step
+        self._ranks = tensor_communicator(self.world)  # once: slow compared with a step
 
     def kind(self, array: jax.Array) -> np.dtype[Any]:
         """Return the wire dtype."""

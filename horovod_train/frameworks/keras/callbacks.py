@@ -127,5 +127,5 @@ class ScaledLearningRate(keras.callbacks.Callback):
 
 def set_learning_rate(model: keras.Model, lr: float) -> None:
     """Set the learning rate of the next step."""
-    back_end().take_back_state(model)
+    back_end().sync_variables(model)
     model.optimizer.learning_rate = lr

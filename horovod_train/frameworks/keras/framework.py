@@ -21,7 +21,7 @@ from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
 from horovod_train.frameworks.callbacks import (
     Attributes,
     CallbackState,
-    JobsLearningRate,
+    GuardedLearningRate,
     report_unsaved,
 )
 from horovod_train.frameworks.exchange import Exchange
@@ -100,14 +100,14 @@ class KerasFramework:
         """Train to the end of the job, with one call of ``model.fit`` per epoch."""
         own = [_OneTraining(callback) for callback in self._callbacks]
         state = Attributes(self._callbacks)
-        rate = JobsLearningRate(self._read_rate, self._write_rate)
+        rate = GuardedLearningRate(self._read_rate, self._write_rate)
         accumulation_steps = self._job.train.accumulation_steps
         bytes_per_step = self._exchange.bytes_on_wire([v.value for v in self.model.trainable_variables])
         bridge.begin()
         while not bridge.is_done:
             steps = bridge.rest_of_epoch()
             if steps:
-                moments = _Moments(
+                moments = _StepTimer(
                     bridge, self._world, self._exchange, rate, steps, accumulation_steps, bytes_per_step
                 )
                 batches = feed(
@@ -123,7 +123,7 @@ class KerasFramework:
                     epochs=bridge.epoch + 1,
                     shuffle=False,
                     verbose=0,
-                    callbacks=[moments, *own, _Ends(moments, state, self._replica.callbacks)],
+                    callbacks=[moments, *own, _StepReporter(moments, state, self._replica.callbacks)],
                 )
             elif bridge.is_epoch_complete:
                 bridge.finish_epoch()
@@ -137,7 +137,7 @@ class KerasFramework:
         bridge.end()
 
     def _read_rate(self) -> list[float]:
-        back_end().take_back_state(self.model)
+        back_end().sync_variables(self.model)
         return [float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))]
 
     def _write_rate(self, rates: list[float]) -> None:
@@ -153,7 +153,7 @@ class KerasFramework:
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of Python's, NumPy's, the back end's and the model's generators."""
-        back_end().take_back_state(self.model)
+        back_end().sync_variables(self.model)
         return rng_state({"model": [v.numpy() for v in self._seeds], "torch": back_end().generators()})
 
     def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
@@ -171,7 +171,7 @@ class KerasFramework:
         variables.seed(self._seeds, mixed)
 
 
-class _Moments(keras.callbacks.Callback):
+class _StepTimer(keras.callbacks.Callback):
     """Callback that prepares and times the steps of one epoch; it is called before all other callbacks."""
 
     def __init__(
@@ -179,7 +179,7 @@ class _Moments(keras.callbacks.Callback):
         bridge: Bridge,
         world: Communicator,
         exchange: Exchange,
-        rate: JobsLearningRate,
+        rate: GuardedLearningRate,
         steps: list[PlannedStep],
         accumulation_steps: int,
         bytes_per_step: int,
@@ -254,10 +254,10 @@ class _Moments(keras.callbacks.Callback):
             self._bridge.after_epoch()
 
 
-class _Ends(keras.callbacks.Callback):
+class _StepReporter(keras.callbacks.Callback):
     """Callback that reports the ends of steps and epochs; the last, so that effects of others are saved."""
 
-    def __init__(self, moments: _Moments, state: Attributes, saved: CallbackState) -> None:
+    def __init__(self, moments: _StepTimer, state: Attributes, saved: CallbackState) -> None:
         super().__init__()
         self._moments = moments
         self._state = state

@@ -42,15 +42,14 @@ def check_joint_loss(model: keras.Model, inputs: Any, loss: object) -> None:
         variable.assign(value)
     if own:
         raise UserError(
-            "layers of the model add losses of a batch (activity_regularizer, add_loss), which do not follow "
-            "the number of samples of a rank",
+            "layers of the model add losses of a batch (activity_regularizer, add_loss), which sample "
+            "weights do not scale: their mean over ranks is not the loss of the joint batch",
             hint="add the term to the loss that compile() gets, or use framework: torch, tensorflow or jax",
         )
     ignoring = [each for each in keras.tree.flatten(loss) if getattr(each, "ignore_class", None) is not None]
     if ignoring or any(get_keras_mask(each) is not None for each in keras.tree.flatten(outputs)):
         origin = "ignore_class" if ignoring else "mask_zero, Masking"
         raise UserError(
-            f"the loss is a mean over the values that a mask keeps ({origin}), of which ranks have different "
-            "numbers",
+            f"the loss is a mean over unmasked values ({origin}), whose number differs between ranks",
             hint="take the mask off the model's output, and give weights with the samples: (x, y, weights)",
         )

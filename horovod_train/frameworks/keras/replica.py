@@ -36,7 +36,7 @@ class KerasReplica(SavesCallbacks, VariablesReplica):
 
     def fetch_variables(self) -> None:
         """Update the variables from ``fit``, which stores them in JAX arrays during an epoch."""
-        back_end().take_back_state(self.model)
+        back_end().sync_variables(self.model)
 
     def evaluate(self, batches: Iterable[tuple[int, Sequence[object]]]) -> dict[str, tuple[float, int]]:
         """Return the metrics over the batches of all ranks, on rank 0; an empty mapping on other ranks.

@@ -32,7 +32,7 @@ def own_callbacks(task: object, module: lightning.LightningModule) -> list[light
     """
     if not module.automatic_optimization:
         raise UserError(
-            f"{type(module).__name__} has automatic_optimization = False: a job makes the steps itself",
+            f"{type(module).__name__} has automatic_optimization = False, which jobs do not support",
             hint="use Lightning's Trainer with HorovodStrategy in a script (docs/own-loop.md)",
         )
     of_module = module.configure_callbacks()

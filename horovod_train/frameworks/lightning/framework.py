@@ -106,8 +106,8 @@ class LightningFramework(TorchBased):
             strategy = self._strategy()
             source = _Source(bridge, self._train_reader, self._job.train.accumulation_steps)
             has_others = bool(self._callbacks)
-            moments = _Moments(bridge, strategy, self._replica, source, has_others=has_others)
-            ends = _Ends(moments, self._callbacks, self._replica.callbacks)
+            moments = _StepTimer(bridge, strategy, self._replica, source, has_others=has_others)
+            ends = _StepReporter(moments, self._callbacks, self._replica.callbacks)
             trainer = self._trainer(
                 strategy=strategy,
                 max_epochs=-1,
@@ -217,7 +217,7 @@ class _Source:
         return self.steps[number].share_at(place)
 
 
-class _Moments(lightning.Callback):
+class _StepTimer(lightning.Callback):
     """Callback that prepares and times the steps; it is called before all other callbacks."""
 
     def __init__(
@@ -331,10 +331,12 @@ class _Moments(lightning.Callback):
             trainer.should_stop = True
 
 
-class _Ends(lightning.Callback):
+class _StepReporter(lightning.Callback):
     """Callback that reports the ends of steps and epochs; the last, so that effects of others are saved."""
 
-    def __init__(self, moments: _Moments, callbacks: list[lightning.Callback], saved: CallbackState) -> None:
+    def __init__(
+        self, moments: _StepTimer, callbacks: list[lightning.Callback], saved: CallbackState
+    ) -> None:
         self._moments = moments
         self._callbacks = callbacks
         self._saved = saved

@@ -130,7 +130,8 @@ class HorovodStrategy(ParallelStrategy):
         rules = {"linear": float(self.world.size), "sqrt": self.world.size**0.5, "none": 1.0}
         if scale_learning_rate not in rules:
             raise UserError(
-                f"scale_learning_rate is {scale_learning_rate!r}", hint=f"use one of {', '.join(rules)}"
+                f"unknown value of scale_learning_rate: {scale_learning_rate!r}",
+                hint=f"use one of {', '.join(rules)}",
             )
         self.lr_factor = rules[scale_learning_rate]
         self.share = 1.0 / self.world.size  # weight of this rank's loss in the step

@@ -19,12 +19,12 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Allreduce, Compile, Job, Train
-from horovod_train.config.strategies import needs_own_messages
+from horovod_train.config.strategies import strategy_requires_mpi
 from horovod_train.errors import HorovodTrainError, UnknownNameError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task, report_unused_methods
-from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, sum_over, with_tensors
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, sum_over, tensor_communicator
 from horovod_train.frameworks.torch.comm.mpi import mpi
 from horovod_train.frameworks.torch.comm.process_group import (
     explain_distributed,
@@ -45,7 +45,7 @@ from horovod_train.frameworks.torch.sizes.meta_model import (
     explained,
     loss_of,
     meta_model,
-    without_memory,
+    to_fake_tensor,
 )
 from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
 from horovod_train.frameworks.torch.state.local_tensors import whole_model
@@ -76,7 +76,7 @@ class TorchFramework(TorchBased):
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.torch.reader")
-        if needs_own_messages(job.strategy):
+        if strategy_requires_mpi(job.strategy):
             mpi()  # mpi4py must initialize MPI: Horovod would finalize it while it is in use
         return connect(TorchCommunicator, job)
 
@@ -106,7 +106,7 @@ class TorchFramework(TorchBased):
         def is_explained(error: Exception) -> bool:
             return self.explain(error, job, mesh.world.rank) is not None
 
-        placing = DevicePlacement(
+        move_to_device = DevicePlacement(
             device,
             job.train,
             task,
@@ -115,7 +115,7 @@ class TorchFramework(TorchBased):
             partial(another_model, job, plain_task),
         )
         with refused(job, is_explained) if is_verified(job) else nullcontext():
-            model = strategy.wrap(model, placing)
+            model = strategy.wrap(model, move_to_device)
             optimizer = optimizer_of(job, task, model)
             strategy.bind(model, optimizer)
             forward_model: torch.nn.Module = model
@@ -147,7 +147,7 @@ class TorchFramework(TorchBased):
         model: torch.nn.Module, job: Job, mesh: Mesh, own_sum: Sum | None = None, prefix: str = "batch_norm"
     ) -> None:
         """Make batch normalization use the statistics of all ranks, if the job or a layer requests it."""
-        total = own_sum or partial(sum_over, with_tensors(mesh.data))
+        total = own_sum or partial(sum_over, tensor_communicator(mesh.data))
         synchronize_batch_norm(
             model, total, every=job.train.sync_batch_norm, prefix=f"horovod_train.{prefix}"
         )
@@ -307,7 +307,7 @@ def layers_recomputed(job: Job, task: TorchTask, world: Communicator) -> Sequenc
         return job.train.activation_checkpointing
     batch = batch_of(job, task)
     with FakeTensorMode(allow_non_fake_inputs=True), explained(job):
-        model, fake = meta_model(task).train(), without_memory(batch)
+        model, fake = meta_model(task).train(), to_fake_tensor(batch)
         layers = layers_to_recompute(
             saved_activations(model, lambda: loss_of(job, task, model, fake)), budget_mib
         )

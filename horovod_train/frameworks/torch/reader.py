@@ -22,9 +22,9 @@ from horovod_train.frameworks.reader import (
     Fetch,
     TaskModule,
     checked_length,
+    exit_with_rank,
     fetches,
-    leave_with,
-    own_seeds,
+    seeded_generators,
     start_loader_server,
 )
 
@@ -46,7 +46,7 @@ class _SeededFetches:
         saved = None if in_loader else torch.get_rng_state()
         # Not torch.manual_seed, which also seeds the generators of all GPUs.
         torch.default_generator.manual_seed(fetch.seed)
-        with own_seeds(fetch.seed):
+        with seeded_generators(fetch.seed):
             try:
                 if self._many is not None:
                     return self._many(list(fetch.indices))
@@ -57,7 +57,7 @@ class _SeededFetches:
 
 
 def _leave_with(rank_pid: int, _worker_id: int) -> None:
-    leave_with(rank_pid)
+    exit_with_rank(rank_pid)
 
 
 class _Schedule:

@@ -127,8 +127,8 @@ class TransformersFramework(TorchBased):
             trainer = self._trainer
             trainer.bridge = bridge
             trainer.source = _Source(bridge, self._train_reader, self._job, self._world)
-            moments = _Moments(trainer, bridge, has_others=bool(self._callbacks))
-            ends = _Ends(moments, Attributes(self._callbacks), self._replica.callbacks)
+            moments = _StepTimer(trainer, bridge, has_others=bool(self._callbacks))
+            ends = _StepReporter(moments, Attributes(self._callbacks), self._replica.callbacks)
             for callback in [moments, *self._callbacks, ends]:
                 trainer.add_callback(callback)
             trainer.train()
@@ -265,7 +265,7 @@ class _Source:
         return lengths_of(self.steps[self.number].share.micro_batches, self._accumulation_steps)
 
 
-class _Moments(TrainerCallback):
+class _StepTimer(TrainerCallback):
     """Callback that prepares and times the steps; it is called before all other callbacks."""
 
     def __init__(self, trainer: _JobTrainer, bridge: Bridge, *, has_others: bool) -> None:
@@ -330,10 +330,10 @@ class _Moments(TrainerCallback):
             control.should_training_stop = True
 
 
-class _Ends(TrainerCallback):
+class _StepReporter(TrainerCallback):
     """Callback that reports the ends of steps and epochs; the last, so that effects of others are saved."""
 
-    def __init__(self, moments: _Moments, state: Attributes, saved: CallbackState) -> None:
+    def __init__(self, moments: _StepTimer, state: Attributes, saved: CallbackState) -> None:
         self._moments = moments
         self._state = state
         self._saved = saved

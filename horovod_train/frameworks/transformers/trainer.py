@@ -32,7 +32,11 @@ from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.reader import batch_length, checked_length
-from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, broadcast_model, with_tensors
+from horovod_train.frameworks.torch.comm.collectives import (
+    TorchCommunicator,
+    broadcast_model,
+    tensor_communicator,
+)
 from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.frameworks.torch.step import deferred
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -97,7 +101,7 @@ class HorovodTrainerMixin:
         **kwargs: Any,
     ) -> None:
         self.world = init() if world is None else world
-        self._ranks = with_tensors(self.world)  # once: slow compared with a step
+        self._ranks = tensor_communicator(self.world)  # once: slow compared with a step
         self._allreduce = Allreduce.model_validate(
             {"bucket_size_mib": bucket_size_mib, "wire_dtype": wire_dtype}
         )
@@ -109,7 +113,7 @@ class HorovodTrainerMixin:
         given = kwargs.get("args") or next((a for a in args if isinstance(a, TrainingArguments)), None)
         if given is None:
             kwargs["args"] = given = TrainingArguments()
-        see_all_ranks(given, self.world)
+        patch_ranks(given, self.world)
         if torch.cuda.is_available() and not given.use_cpu:
             use_one_device(given, device or choose_device(Job(name="library", task="own:Loop"), self.world))
         super().__init__(*args, **kwargs)
@@ -365,13 +369,16 @@ class _EpochLoader(DataLoader[Any]):
         self.batch_sampler.set_epoch(epoch)
 
 
-def see_all_ranks(args: TrainingArguments, world: Communicator) -> None:
+def patch_ranks(args: TrainingArguments, world: Communicator) -> None:
     """Make training arguments return Horovod's rank and size, which select the ranks that log and save."""
     base = type(args)
     if world.size == 1 or getattr(base, "_sees_all_ranks", False):
         return
     if args.deepspeed or args.fsdp:
-        raise UserError("DeepSpeed and FSDP need their own ranks", hint="leave them out")
+        raise UserError(
+            "TrainingArguments enable DeepSpeed or FSDP, which cannot run on Horovod's ranks",
+            hint="remove them",
+        )
 
     @contextmanager
     def main_process_first(_: object, local: bool = True, desc: str = "") -> Generator[None, None, None]:

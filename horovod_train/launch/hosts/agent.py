@@ -111,7 +111,10 @@ class HostActions:
                 failed[name] = str(error.strerror or error)
                 continue
             if answered != name:
-                failed[name] = f"{address} is {answered or 'something else'} from here"
+                failed[name] = (
+                    f"{address} is {f'host {answered}' if answered else 'another program'} "
+                    "when called from this host"
+                )
         return failed
 
     def unresponsive_ranks(self, limit_s: float) -> list[UnresponsiveRank]:

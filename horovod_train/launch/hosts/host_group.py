@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from horovod_train import __version__
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.hosts.agent import GREETING, HostActions, UnresponsiveRank
-from horovod_train.launch.hosts.host_watch import look_at_hosts
+from horovod_train.launch.hosts.host_watch import ping_hosts
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.ssh import CONNECT_TIMEOUT_S, explain, is_of_another_version, other_version
 
@@ -204,7 +204,7 @@ class RemoteHost:
         return answer
 
     @property
-    def is_cut(self) -> bool:
+    def is_disconnected(self) -> bool:
         """Whether the connection has ended."""
         return self._process.poll() is not None
 
@@ -329,7 +329,7 @@ class HostGroup:
         others = [connection for connection in self.connections if isinstance(connection, RemoteHost)]
 
         if others:
-            look = partial(look_at_hosts, others, timeout_s, on_lost, self._closing)
+            look = partial(ping_hosts, others, timeout_s, on_lost, self._closing)
             self._watch = Thread(target=look, daemon=True)
             self._watch.start()
 

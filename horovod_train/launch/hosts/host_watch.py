@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PING_INTERVAL_S = 2.0
 
 
-def look_at_hosts(
+def ping_hosts(
     hosts: Sequence[RemoteHost], timeout_s: float, on_lost: Callable[[str, str], None], over: Event
 ) -> None:
     """Ping hosts until ``over`` is set, or until one is lost: abandon it, and call ``on_lost(name, reason)``.
@@ -32,17 +32,17 @@ def look_at_hosts(
                 host.last_answer_s = now_s
         looked_s = now_s
         for host in hosts:
-            silent_s, is_cut = monotonic() - host.last_answer_s, host.is_cut
-            if is_cut or silent_s > timeout_s:
+            silent_s, is_disconnected = monotonic() - host.last_answer_s, host.is_disconnected
+            if is_disconnected or silent_s > timeout_s:
                 host.abandon()
-                on_lost(host.host.name, _why_lost(silent_s, stood_still_s, is_cut=is_cut))
+                on_lost(host.host.name, _why_lost(silent_s, stood_still_s, is_disconnected=is_disconnected))
                 return
             host.submit(HostActions.ping)
 
 
-def _why_lost(silent_s: float, stood_still_s: float, *, is_cut: bool) -> str:
+def _why_lost(silent_s: float, stood_still_s: float, *, is_disconnected: bool) -> str:
     """Return why a host counts as lost; this process was stopped for ``stood_still_s`` before."""
-    if not is_cut:
+    if not is_disconnected:
         return f"silent for {silent_s:.0f} s"
     if stood_still_s:
         return f"this launcher was stopped for {stood_still_s:.0f} s, and the host has ended its ranks"

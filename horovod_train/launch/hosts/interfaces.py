@@ -44,9 +44,9 @@ def choose(host: Host, wanted: str | None, description: HostFacts, others: Seque
             )
         return Chosen(requested, usable[requested][0], "asked for")
     candidates = [(way, f"the way to {other}") for other, way in description.ways.items()]
-    # On this machine, ``reached_at`` belongs to the ssh session of the user.
-    if description.reached_at and not host.is_local:
-        candidates.insert(0, (description.reached_at, "ssh came in through it"))
+    # On this machine, ``ssh_address`` belongs to the ssh session of the user.
+    if description.ssh_address and not host.is_local:
+        candidates.insert(0, (description.ssh_address, "ssh came in through it"))
     elif host.is_local:
         candidates += [(way, f"the way to {other}") for other in others if (way := source_towards(other))]
     for address, reason in candidates:
@@ -54,7 +54,7 @@ def choose(host: Host, wanted: str | None, description: HostFacts, others: Seque
             if address in found:
                 return Chosen(name, address, reason)
     raise LostError(
-        f"{host.name}: cannot tell which network interface reaches the other hosts",
+        f"{host.name}: cannot determine the network interface to the other hosts",
         hint=_SET.format(host=host.name),
         hosts=[host.name],
     )

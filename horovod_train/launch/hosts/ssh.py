@@ -40,8 +40,9 @@ def other_version(host: str, version: str) -> LostError:
     """Return the error for a host that has another version of this package."""
     remote = version or "of another version"
     return LostError(
-        f"{host}: horovod_train is {remote} there and {__version__} here, and the two do not understand "
-        "each other",
+        f"{host}: horovod_train is {remote} on this host and {__version__} on the launching machine; "
+        "the two are "
+        "incompatible",
         hint="install the same version on all hosts",
         hosts=[host],
     )
@@ -80,7 +81,7 @@ _SSH_MESSAGES = (
     ("IDENTIFICATION HAS CHANGED", "its host key is not the one known", _NEW_KEYS),
     ("Host key verification failed", "its host key is not known", _KEYS),
     ("UNPROTECTED PRIVATE KEY", "the key may be read by others, so ssh ignores it", "chmod 600 the key"),
-    ("Permission denied", "it does not let this user in", _LET_IN),
+    ("Permission denied", "authentication failed", _LET_IN),
     (
         "Could not resolve hostname",
         "unknown host name",

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from horovod_train.errors import LaunchError
-from horovod_train.horovod.environment import open_mpi_alone, open_mpi_on_loopback
+from horovod_train.horovod.environment import open_mpi_on_loopback, open_mpi_without_ssh
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import as_argument
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
@@ -50,7 +50,7 @@ class HorovodrunLauncher(SupervisedLauncher):
 def open_mpi_settings(request: LaunchRequest) -> dict[str, str]:
     """Return the environment variables for Open MPI, for all launchers that call mpirun."""
     # Horovod's background thread polls MPI, and must yield if it shares a core with a compute thread.
-    settings = {"OMPI_MCA_mpi_yield_when_idle": "1", **open_mpi_alone()}
+    settings = {"OMPI_MCA_mpi_yield_when_idle": "1", **open_mpi_without_ssh()}
     if request.is_remote:
         settings["OMPI_MCA_plm_rsh_agent"] = shlex.join(request.ssh)
         settings["OMPI_MCA_orte_launch_agent"] = f"{request.stage}/orted"

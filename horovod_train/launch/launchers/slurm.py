@@ -50,7 +50,7 @@ class SlurmLauncher(PolledLauncher):
 
     def status(self, job: Submitted) -> JobStatus:
         """Return the status of a job, from Slurm's state and from the job's state file."""
-        own = StateFile(job.log_dir).read_elsewhere()
+        own = StateFile(job.log_dir).read_recorded()
         fields = _query_slurm(job.native_id)
         state = fields.get("JobState", "")
         if state in _WAITING:
@@ -59,7 +59,7 @@ class SlurmLauncher(PolledLauncher):
             # The final state may be that of an attempt before the job was requeued.
             is_old = own.has_ended and state != "COMPLETING"
             return JobStatus("starting") if is_old or own.state == "waiting" else own
-        return own if own.has_ended else _without_own_word(state, own, job.log_dir / SCRIPT_LOG)
+        return own if own.has_ended else _status_without_state_file(state, own, job.log_dir / SCRIPT_LOG)
 
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
         """Yield the lines of a job's output."""
@@ -128,15 +128,15 @@ def _query_slurm(native_id: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S*)", found))
 
 
-def _without_own_word(slurm_state: str, own: JobStatus, log: Path) -> JobStatus:
+def _status_without_state_file(slurm_state: str, own: JobStatus, log: Path) -> JobStatus:
     """Return the status of a job without a final state in its state file, from Slurm's state."""
     if slurm_state.startswith("CANCELLED"):
-        return JobStatus("cancelled", 143, f"taken out of Slurm; before that: {own}")
+        return JobStatus("cancelled", 143, f"cancelled in Slurm; before that: {own}")
     if slurm_state == "COMPLETED":
-        return JobStatus("failed", 1, "Slurm says COMPLETED, but the job never said that it was done")
+        return JobStatus("failed", 1, "Slurm reports COMPLETED, but the state file has no final state")
     state: State = "failed"
-    shown = slurm_state or "that it does not know this job any more"
-    return JobStatus(state, 1, f"Slurm says {shown}; see {log}")
+    shown = slurm_state or "no job with this ID"
+    return JobStatus(state, 1, f"Slurm reports {shown}; see {log}")
 
 
 def call_slurm(*command: str, check: bool = True) -> str:

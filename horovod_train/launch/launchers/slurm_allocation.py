@@ -88,7 +88,7 @@ class SlurmAllocationLauncher(SupervisedLauncher):
 def _put_back(number: str, state: StateFile, error: PreemptedError) -> None:
     """Requeue this Slurm job; Slurm terminates this process shortly after."""
     # Before the requeue, so that waiting clients see that the job has not ended.
-    state.write("waiting", message=f"its time is over, it is in the queue again; {error.message}")
+    state.write("waiting", message=f"time limit reached, requeued; {error.message}")
     try:
         call_slurm("scontrol", "requeue", number)
     except LaunchError:

@@ -88,7 +88,7 @@ def run_elastic(
             membership.forget_losses()
         except LostError as error:
             failures = 0 if error.has_saved else failures + 1
-            _go_on(error, failures, elastic, membership, report)
+            _exclude_lost_hosts(error, failures, elastic, membership, report)
         else:
             return
 
@@ -112,7 +112,7 @@ def on_hosts(request: LaunchRequest, hosts: Sequence[str], number: int) -> Launc
     )
 
 
-def _go_on(
+def _exclude_lost_hosts(
     error: LostError, failures: int, elastic: Elastic, membership: Membership, report: Callable[[str], None]
 ) -> None:
     """Exclude lost hosts from the next attempts, for a cooldown.
@@ -126,7 +126,10 @@ def _go_on(
         membership.forget_losses()
     report(f"elastic: {error}")
     membership.mark_lost(error.hosts)
-    report(f"elastic: going on from the newest checkpoint ({failures} losses in a row without a new one)")
+    report(
+        f"elastic: resuming from the newest checkpoint ({failures} consecutive losses without a new "
+        "checkpoint)"
+    )
 
 
 def _gave_up(error: LostError, failures: int) -> LostError:

@@ -11,7 +11,7 @@ from horovod_train.config.schema import Health
 from horovod_train.launch.hosts.host_group import HostGroup
 from horovod_train.system.threads import background_thread
 
-LOOK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 # Ranks send two heartbeats per second, which may be delayed.
 MIN_SILENCE_S = 2.0
 # Hints by the state of a process.
@@ -74,7 +74,7 @@ def watching_ranks(
 
     def look(over: Event) -> None:
         last_text = ""
-        while not over.wait(LOOK_INTERVAL_S):
+        while not over.wait(POLL_INTERVAL_S):
             frozen = find_frozen(hosts, warning_s)
             text = "; ".join(map(str, frozen))
             if text != last_text:

@@ -46,7 +46,7 @@ class Membership:
             losses = self._losses[name] = min(self._losses.get(name, 0) + 1, MAX_DOUBLINGS)
             pause_s = self._elastic.cooldown_s * 2 ** (losses - 1)
             self._not_before_s[name] = monotonic() + pause_s
-            self._report(f"elastic: {name} is left alone for {pause_s:g} s")
+            self._report(f"elastic: {name} is excluded for {pause_s:g} s")
 
     def forget_losses(self) -> None:
         """Reset the loss counts of all hosts, which determine their cooldown, after progress."""
@@ -81,20 +81,20 @@ class Membership:
                 note(last_reason := text)
             if waited_s >= self._elastic.wait_s:
                 raise LaunchError(
-                    f"for {self._elastic.wait_s:g} s there was {text}",
+                    f"after {self._elastic.wait_s:g} s, there is {text}",
                     hint="add hosts and run the job again: it resumes from its newest checkpoint",
                 )
             sleep(min(self._elastic.poll_s, max(POLL_S, self._elastic.wait_s - waited_s)))
 
     def _wanted(self) -> tuple[list[str], str]:
         """Return the hosts to probe, and the error of the discovery command, if any."""
-        everybody, why = self._everybody()
-        rested = self._rested(everybody)
+        everybody, why = self._listed_hosts()
+        rested = self._outside_cooldown(everybody)
         # If the other hosts are too few, use those in cooldown, too.
         is_enough = sum(map(slots_of, rested)) >= self._elastic.min_ranks
         return (rested if is_enough else everybody), (f"; {why}" if why else "")
 
-    def _everybody(self) -> tuple[list[str], str]:
+    def _listed_hosts(self) -> tuple[list[str], str]:
         """Return the listed hosts, or no hosts and the error of the discovery command."""
         if self._elastic.discover is None:
             return list(self._launch.hosts), ""
@@ -103,7 +103,7 @@ class Membership:
         except LaunchError as error:
             return [], error.message
 
-    def _rested(self, entries: Sequence[str]) -> list[str]:
+    def _outside_cooldown(self, entries: Sequence[str]) -> list[str]:
         now_s = monotonic()
         return [entry for entry in entries if self._not_before_s.get(name_of(entry), 0.0) <= now_s]
 
@@ -127,7 +127,7 @@ class Membership:
         if not attempt.job.launch.hosts:
             return
         while not over.wait(self._elastic.poll_s):
-            listed, why = self._everybody()
+            listed, why = self._listed_hosts()
             if why != last_reason:
                 self._report(f"elastic: {why or 'hosts are listed again'}")
                 last_reason = why
@@ -143,10 +143,10 @@ class Membership:
             # Scale up only after the cooldown: each restart costs time.
             if is_full or monotonic() - started_s < self._elastic.cooldown_s:
                 continue
-            others = [entry for entry in self._rested(listed) if name_of(entry) not in used]
+            others = [entry for entry in self._outside_cooldown(listed) if name_of(entry) not in used]
             new = answering(others, self._ssh, over)
             if new and not over.is_set():
-                self._report(f"elastic: {', '.join(map(name_of, new))} can take part; saving")
+                self._report(f"elastic: {', '.join(map(name_of, new))} can join; saving a checkpoint")
                 leave()
                 return
 

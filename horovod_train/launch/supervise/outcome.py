@@ -29,7 +29,7 @@ from horovod_train.events.wire import Line
 from horovod_train.launch.supervise.follow import CHATTER
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.stalls import Stalls
-from horovod_train.system.signals import PATIENT_SIGNALS, exit_code_of
+from horovod_train.system.signals import DRAIN_SIGNALS, exit_code_of
 
 NUM_LAST_LINES = 20
 
@@ -149,7 +149,7 @@ class Outcome:
     def _explain_stop(self, number: int) -> HorovodTrainError:
         if self._is_script and not self._causes:
             # Every kind of preemption sends SIGTERM to a script.
-            number = SIGTERM if number in PATIENT_SIGNALS else number
+            number = SIGTERM if number in DRAIN_SIGNALS else number
             stopped = LaunchError(
                 f"stopped by signal {number}: the script received SIGTERM, and has ended",
                 hint="one that then saves, and leaves with exit code 75, counts as preempted",
@@ -166,7 +166,7 @@ class Outcome:
         else:
             stopped = self._explain_unsaved(number)
         # A drain that could not save has failed; the job was not cancelled.
-        return stopped if number in PATIENT_SIGNALS else _with_code(stopped, exit_code_of(number))
+        return stopped if number in DRAIN_SIGNALS else _with_code(stopped, exit_code_of(number))
 
     def _explain_unsaved(self, number: int) -> LaunchError:
         if self._stalls.missing:
@@ -178,8 +178,7 @@ class Outcome:
         too_short = f"; was launch.grace_s ({self._grace_s:g} s) too short?"
         return LaunchError(
             f"stopped by signal {number}, before the ranks had saved",
-            hint="steps since the last checkpoint are lost"
-            + ("" if number in PATIENT_SIGNALS else too_short),
+            hint="steps since the last checkpoint are lost" + ("" if number in DRAIN_SIGNALS else too_short),
         )
 
     def _explain_silence(self, code: int) -> LostError:

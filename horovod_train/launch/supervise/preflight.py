@@ -104,7 +104,7 @@ def choose_interfaces(hosts: HostGroup, job: Job, descriptions: Mapping[str, Hos
     Raises:
         LaunchError: A host has no suitable interface.
     """
-    reached = [found.reached_at for found in descriptions.values() if found.reached_at]
+    reached = [found.ssh_address for found in descriptions.values() if found.ssh_address]
     return {
         connection.host.name: choose(
             connection.host, job.launch.network_interface, descriptions[connection.host.name], reached
@@ -117,15 +117,11 @@ def check_fingerprints(fingerprints: Mapping[str, Mapping[str, str]]) -> None:
     """Raise ``LostError`` if environments differ: ranks would crash, hang, or compute other results."""
     found = fingerprint_mismatch(fingerprints)
     if found is not None:
-        who = (
-            f"{', '.join(found.outliers)} to the state of the others"
-            if found.is_known
-            else "all to one state"
-        )
+        who = f"on {', '.join(found.outliers)} as on the other hosts" if found.is_known else "on all hosts"
         raise LostError(
             "the hosts do not have the same:\n" + "\n".join(f"  {line}" for line in found.lines),
-            hint=f"bring {who}: same packages, `horovod-train engine build`, same code "
-            "(or launch.ship_code: true)",
+            hint=f"install {who}: the same packages, engine (`horovod-train engine build`) and code (or set "
+            "launch.ship_code: true)",
             hosts=found.outliers,
         )
 

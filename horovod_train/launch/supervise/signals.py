@@ -19,17 +19,17 @@ from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.process import kill_descendants
 from horovod_train.system.signals import (
-    HURRIED_SIGNALS,
+    DRAIN_SIGNALS,
     KILLS_AT_ONCE,
     LAUNCH_SIGNALS,
-    PATIENT_SIGNALS,
     SIGNAL_TO_RANKS,
     STAY_IGNORED,
+    TIMED_STOP_SIGNALS,
 )
 
 RETRY_INTERVAL_S = 1.0
 
-LEAVING = "its ranks were asked to save and leave after their step"
+LEAVING = "its ranks were drain requested after their step"
 
 
 @contextmanager
@@ -111,7 +111,7 @@ class TerminationRequested(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
-        self.is_patient = number in PATIENT_SIGNALS
+        self.is_patient = number in DRAIN_SIGNALS
 
 
 class Stopper:
@@ -158,12 +158,12 @@ class Stopper:
         self._wake.set()
 
     def _on_signal(self, number: int) -> None:
-        if number in HURRIED_SIGNALS:
+        if number in TIMED_STOP_SIGNALS:
             if self._deadline_s == float("inf"):
                 self._deadline_s = monotonic() + self._grace_s
             elif number in KILLS_AT_ONCE:
                 self._deadline_s = 0.0
-        if self.received is None or self.received in PATIENT_SIGNALS:
+        if self.received is None or self.received in DRAIN_SIGNALS:
             self.received = number
         self._wake.set()
 

@@ -10,7 +10,7 @@ from horovod_train.events.targets import as_document, parse_targets
 from horovod_train.events.types import Target, Targets
 from horovod_train.events.wire import Line
 from horovod_train.launch.base import LaunchRequest
-from horovod_train.system.files import write_whole
+from horovod_train.system.files import write_atomic
 
 TARGETS_FILE = "prometheus-targets.json"
 
@@ -74,4 +74,4 @@ def target_paths(request: LaunchRequest) -> list[Path]:
 def write_targets(path: Path, targets: Iterable[Target]) -> None:
     """Write a file for ``file_sd_configs`` of Prometheus atomically; Prometheus reads changed files again."""
     # Prometheus usually runs as another user.
-    write_whole(path, json.dumps(as_document(targets), indent=2) + "\n", mode=0o644)
+    write_atomic(path, json.dumps(as_document(targets), indent=2) + "\n", mode=0o644)

@@ -53,7 +53,7 @@ RANKS = (
     ),
     panel(
         "graph",
-        "Ranks that stand idle",
+        "Idle ranks",
         "Time lost to slower ranks and to the network, of all jobs.",
         (
             "sum by (training_job) (horovod_train:waiting:ratio + horovod_train:communication:ratio)",

@@ -30,16 +30,16 @@ MEMORY = (
     panel(
         "graph",
         "Memory of ranks, by host",
-        "What all ranks of a host take.",
+        "Resident memory of all ranks of a host.",
         (f"sum by (host) ({of_selected(f'{_RESIDENT}_bytes')})", "{{host}}"),
         unit="bytes",
     ),
     panel(
         "graph",
         "Device memory of tensors",
-        "Taken now, kept by the framework, and the most that was taken.",
-        (of_selected(f"{_DEVICE}_allocated_bytes"), f"{_RANK} taken"),
-        (of_selected(f"{_DEVICE}_reserved_bytes"), f"{_RANK} kept"),
+        "Allocated, reserved by the framework, and peak allocated.",
+        (of_selected(f"{_DEVICE}_allocated_bytes"), f"{_RANK} allocated"),
+        (of_selected(f"{_DEVICE}_reserved_bytes"), f"{_RANK} reserved"),
         (of_selected(f"{_DEVICE}_peak_bytes"), f"{_RANK} peak"),
         unit="bytes",
         span=12,
@@ -71,7 +71,7 @@ GPUS = (
         "hertz",
     ),
     _of_ranks(
-        "Clock held down", "1 where it is, by reason.", "horovod_train_gpu_throttled", more=" {{reason}}"
+        "Clock throttled", "1 if throttled, by reason.", "horovod_train_gpu_throttled", more=" {{reason}}"
     ),
     _of_ranks(
         "Memory errors",

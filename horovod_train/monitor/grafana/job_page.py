@@ -102,8 +102,8 @@ SPEED = (
     ),
     panel(
         "graph",
-        "Ranks that stand idle",
-        "How many ranks' time is lost to slower ranks, and to the exchange itself.",
+        "Idle ranks",
+        "Number of ranks whose time is lost to slower ranks, and to communication.",
         (f"sum {_BY} ({of_selected('horovod_train:waiting:ratio')})", "slower ranks"),
         (f"sum {_BY} ({of_selected('horovod_train:communication:ratio')})", "network"),
     ),

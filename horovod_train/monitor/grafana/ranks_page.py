@@ -110,7 +110,7 @@ WHAT = (
     panel(
         "graph",
         "Samples a second, by rank",
-        "Alike, unless batches differ.",
+        "Equal on all ranks, unless batch sizes differ.",
         (of_selected("horovod_train:samples:rate"), _RANK),
     ),
     panel(

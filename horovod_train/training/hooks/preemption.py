@@ -152,7 +152,7 @@ class StopWhenPreempted(Hook):
         if needed_s > granted_s and not self._is_warned:
             self._is_warned = True
             text = (
-                f"leaving without losing work would take {needed_s:.1f} s, but launch.grace_s is "
+                f"saving and exiting on preemption would take {needed_s:.1f} s, but launch.grace_s is "
                 f"{granted_s:g}: raise it, and the grace that Slurm or Kubernetes gives"
             )
             self._reporter.report(Notice(text=text))

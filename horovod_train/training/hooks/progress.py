@@ -13,7 +13,7 @@ from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
-MAX_UNUSED_NAMES = 20
+MAX_UNUSED_REPORTS = 20
 """Maximum number of messages about unused steps; a metric counts all of these steps."""
 
 
@@ -63,7 +63,7 @@ class ReportProgress(Hook):
         loss, local_loss = report.outcome.loss, report.outcome.local_loss
         is_ours, is_loss = not math.isfinite(local_loss), not math.isfinite(loss)
         is_search = run.job.train.precision == "fp16" and not is_loss  # search for the loss scale
-        if is_search or not (run.world.rank == 0 or is_ours) or self._num_not_used >= MAX_UNUSED_NAMES:
+        if is_search or not (run.world.rank == 0 or is_ours) or self._num_not_used >= MAX_UNUSED_REPORTS:
             return
         self._num_not_used += 1
         what = "a gradient is not finite"

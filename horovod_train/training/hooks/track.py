@@ -63,7 +63,7 @@ class TrackerThread:
         _, error = result_of(self._serve)
         if error is not None:  # any error: training continues
             self._print_notice(f"tracker {self._name} is disabled: {type(error).__name__}: {error}")
-            self._forget_all()
+            self._discard_calls()
 
     def _serve(self) -> None:
         try:
@@ -73,7 +73,7 @@ class TrackerThread:
         except SystemExit as left:
             raise RuntimeError(f"it calls sys.exit({left.code!r})") from left
 
-    def _forget_all(self) -> None:
+    def _discard_calls(self) -> None:
         """Discard further calls, so that they do not count as dropped."""
         while self._waiting.get() is not None:
             pass

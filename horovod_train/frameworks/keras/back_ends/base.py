@@ -65,7 +65,7 @@ class BackEnd:
         """Return batches in the form that ``fit`` reads fastest; there is at least one batch."""
         return batches
 
-    def take_back_state(self, model: keras.Model) -> None:
+    def sync_variables(self, model: keras.Model) -> None:
         """Update a model's variables, if ``fit`` stores their values elsewhere during an epoch."""
 
     def clear(self, totals: Sequence[keras.Variable]) -> None:

@@ -40,6 +40,6 @@ class JaxBackEnd(BackEnd):
         """Select the rank's GPU, or the CPU."""
         framework.choose_device(job, world)
 
-    def take_back_state(self, model: keras.Model) -> None:
+    def sync_variables(self, model: keras.Model) -> None:
         """Copy the values of variables from ``fit`` to the model."""
         model.jax_state_sync()

@@ -1,9 +1,9 @@
 """Interfaces of gradient codecs. A codec defines how a bucket of gradients is summed over ranks.
 
 A codec is a module of this package (or of another package) and one row of ``registry.CODECS``. It creates one
-``Message`` per bucket. In each step, gradients are copied to its ``body``, ``exchange`` runs collectives, and
-``body`` then contains the sum over ranks. The collectives of a bucket may depend on each other; those of
-different buckets overlap.
+``BucketExchange`` per bucket. In each step, gradients are copied to its ``body``, ``exchange`` runs
+collectives, and ``body`` then contains the sum over ranks. The collectives of a bucket may depend on each
+other; those of different buckets overlap.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BucketLayout:
         return dict(zip(self.shapes, torch.split(flat, self.lengths), strict=True))
 
 
-class Message:
+class BucketExchange:
     """Gradients of one bucket, and the collectives that sum them.
 
     Attributes:
@@ -101,7 +101,7 @@ class Codec:
         """Whether the codec stores residuals: unsent parts of gradients, which later steps send."""
         return Rule.SUM in self.rules.values()
 
-    def message(self, layout: BucketLayout) -> Message:
+    def message(self, layout: BucketLayout) -> BucketExchange:
         """Create the message of a bucket."""
         raise NotImplementedError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Message, Rounds
+from horovod_train.frameworks.torch.codecs.base import BucketExchange, BucketLayout, Codec, Rounds
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 
 
@@ -33,14 +33,14 @@ class Dense(Codec):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def message(self, layout: BucketLayout) -> Message:
+    def message(self, layout: BucketLayout) -> BucketExchange:
         """Create the message of a bucket."""
         rounded = torch.float32 if layout.trailer_length else self._dtype
         return DenseMessage(layout, torch.float64 if layout.dtype == torch.float64 else rounded)
 
 
-class DenseMessage(Message):
-    """Message of one tensor: gradients, followed by the trailer."""
+class DenseMessage(BucketExchange):
+    """BucketExchange of one tensor: gradients, followed by the trailer."""
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype) -> None:
         length = sum(layout.lengths)

@@ -26,7 +26,13 @@ from types import MappingProxyType
 import torch
 
 from horovod_train.errors import UserError, describe_ranks
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Message, Rounds, replace_if_used
+from horovod_train.frameworks.torch.codecs.base import (
+    BucketExchange,
+    BucketLayout,
+    Codec,
+    Rounds,
+    replace_if_used,
+)
 from horovod_train.frameworks.torch.codecs.powersgd_args import Arguments
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
@@ -46,7 +52,7 @@ class PowerSgd(Codec):
     def __init__(self, *, rank: int = 2) -> None:
         self._rank = Arguments(rank=rank).rank
 
-    def message(self, layout: BucketLayout) -> Message:
+    def message(self, layout: BucketLayout) -> BucketExchange:
         """Create the message of a bucket."""
         return PowerSgdMessage(layout, self._rank)
 
@@ -98,8 +104,8 @@ class Matrix:
     new_residual: torch.Tensor
 
 
-class PowerSgdMessage(Message):
-    """Message of two tensors. First: uncompressed gradients, all P, and the trailer. Second: all Q."""
+class PowerSgdMessage(BucketExchange):
+    """BucketExchange of two tensors. First: uncompressed gradients, all P, and the trailer. Second: all Q."""
 
     def __init__(self, layout: BucketLayout, rank: int) -> None:
         self._layout = layout

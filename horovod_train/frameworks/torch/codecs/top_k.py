@@ -20,7 +20,13 @@ from types import MappingProxyType
 
 import torch
 
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Message, Rounds, replace_if_used
+from horovod_train.frameworks.torch.codecs.base import (
+    BucketExchange,
+    BucketLayout,
+    Codec,
+    Rounds,
+    replace_if_used,
+)
 from horovod_train.frameworks.torch.codecs.top_k_args import Arguments
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
@@ -43,13 +49,13 @@ class TopK(Codec):
     def __init__(self, *, keep: float) -> None:
         self._keep = Arguments(keep=keep).keep
 
-    def message(self, layout: BucketLayout) -> Message:
+    def message(self, layout: BucketLayout) -> BucketExchange:
         """Create the message of a bucket."""
         return TopKMessage(layout, self._keep)
 
 
-class TopKMessage(Message):
-    """Message of one byte tensor: elements, their indices and the trailer."""
+class TopKMessage(BucketExchange):
+    """BucketExchange of one byte tensor: elements, their indices and the trailer."""
 
     def __init__(self, layout: BucketLayout, keep: float) -> None:
         dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32

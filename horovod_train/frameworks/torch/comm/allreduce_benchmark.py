@@ -24,7 +24,7 @@ from horovod_train.config.schema import Job
 from horovod_train.events.channel import channel_of
 from horovod_train.events.types import AllreduceTime, BenchmarkDone, PairTime
 from horovod_train.events.wire import Reporter
-from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, with_tensors
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, tensor_communicator
 from horovod_train.frameworks.torch.comm.mpi import mpi
 from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.horovod.environment import from_slurm
@@ -63,7 +63,7 @@ def main() -> None:
 
 def horovod_sum(world: Communicator, device: torch.device) -> Callable[[int], None]:
     """Return a function that all-reduces the given number of bytes through Horovod, and waits for the sum."""
-    ranks = with_tensors(world)
+    ranks = tensor_communicator(world)
     buffers = {size: torch.zeros(size // 4, device=device) for size in SIZES_BYTES}
 
     def add_up(size: int) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from horovod_train.errors import UserError
 from horovod_train.frameworks.buckets import plan_buckets
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Message
+from horovod_train.frameworks.torch.codecs.base import BucketExchange, BucketLayout
 
-MakeMessage = Callable[[BucketLayout], Message]
+MakeMessage = Callable[[BucketLayout], BucketExchange]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def make_buckets(
     names, parameters = list(named), list(named.values())
     kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
     sizes_bytes = [to_local(parameter).numel() * parameter.element_size() for parameter in parameters]
-    plan = plan_buckets(kinds, sizes_bytes, bucket_size_bytes, in_a_row=True)
+    plan = plan_buckets(kinds, sizes_bytes, bucket_size_bytes, contiguous=True)
     return [
         Bucket(
             [(index, names[index], parameters[index]) for index in indices],

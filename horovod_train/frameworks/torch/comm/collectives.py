@@ -54,7 +54,7 @@ class TensorCollectives(Communicator, Protocol):
         """Whether Horovod uses MPI, and this communicator contains all ranks of the job."""
         ...
 
-    def before_closing(self, act: Callable[[], None]) -> None:
+    def call_at_close(self, act: Callable[[], None]) -> None:
         """Register a function that ``close`` calls before it shuts down communication."""
         ...
 
@@ -87,7 +87,7 @@ class TorchSingleRank(SingleRank):
         """Return True."""
         return True
 
-    def before_closing(self, act: Callable[[], None]) -> None:
+    def call_at_close(self, act: Callable[[], None]) -> None:
         """Do nothing: a single rank has no communication to shut down."""
 
     def start_adasum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Started(NamedTuple):
     finish: Callable[[Any], torch.Tensor] | None = None
 
 
-def with_tensors(ranks: Communicator) -> TensorCollectives:
+def tensor_communicator(ranks: Communicator) -> TensorCollectives:
     """Return ``ranks`` if it has tensor collectives, or else a ``TorchSingleRank``.
 
     Raises:
@@ -158,10 +158,10 @@ def broadcast_model(model: torch.nn.Module, ranks: Communicator) -> None:
         if other != layout:
             differing = sorted(set(other) ^ set(layout))
             raise UserError(
-                f"rank {rank} and rank {ranks.rank} have made different models: {differing[:2]}",
+                f"rank {rank} and rank {ranks.rank} have different models: {differing[:2]}",
                 hint="a model must not depend on the rank or on its part of the data",
             )
-    together = with_tensors(ranks)  # once: the isinstance check of a Protocol is slow
+    together = tensor_communicator(ranks)  # once: the isinstance check of a Protocol is slow
     for name, tensor in tensors.items():
         if not tensor.is_meta:  # each rank loads meta tensors from a file
             together.broadcast(tensor, f"horovod_train.model.{name}")
@@ -194,22 +194,22 @@ class TorchCommunicator(HorovodCommunicator):
 
     def start_allreduce(self, tensor: torch.Tensor, name: str) -> Any:
         """Start an in-place sum over ranks; returns immediately."""
-        return self._start_joining(tensor, name, self.hvd.Sum)
+        return self._start_reduction(tensor, name, self.hvd.Sum)
 
     def start_adasum(self, tensor: torch.Tensor, name: str) -> Any:
         """Start an in-place Adasum reduction over ranks; returns immediately."""
-        return self._start_joining(tensor, name, self.hvd.Adasum)
+        return self._start_reduction(tensor, name, self.hvd.Adasum)
 
     @property
     def is_over_mpi(self) -> bool:
         """Whether Horovod uses MPI, and this communicator contains all ranks of the job."""
         return bool(self.hvd.mpi_enabled()) and not self._among
 
-    def before_closing(self, act: Callable[[], None]) -> None:
+    def call_at_close(self, act: Callable[[], None]) -> None:
         """Register a function that ``close`` calls before it shuts down communication."""
         self.at_close.callback(act)
 
-    def _start_joining(self, tensor: torch.Tensor, name: str, how: Any) -> Any:
+    def _start_reduction(self, tensor: torch.Tensor, name: str, how: Any) -> Any:
         # Horovod does not support complex tensors; their real view is reduced instead.
         reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         entry = self.log.begin(name, size_bytes_of(reals))

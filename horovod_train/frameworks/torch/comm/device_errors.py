@@ -11,7 +11,7 @@ from horovod_train.collectives.gpu_errors import explain_cuda
 from horovod_train.config.schema import Job
 from horovod_train.errors import DeviceMemoryError, HorovodTrainError
 
-OF_THE_HOST = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+HOST_OUT_OF_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 WANTED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 
 
@@ -19,7 +19,7 @@ def device_error(error: BaseException, job: Job, rank: int) -> HorovodTrainError
     """Return this package's error for exhausted memory or a failed GPU; None: the error has another cause."""
     if isinstance(error, torch.OutOfMemoryError):
         return _out_of_memory(str(error), job, rank)
-    if isinstance(error, MemoryError) or OF_THE_HOST.search(str(error)):
+    if isinstance(error, MemoryError) or HOST_OUT_OF_MEMORY.search(str(error)):
         return _out_of_host_memory(str(error), job, rank)
     found = explain_cuda(str(error), rank) if isinstance(error, RuntimeError) else None
     if isinstance(found, DeviceMemoryError):
@@ -31,8 +31,8 @@ def _out_of_memory(text: str, job: Job, rank: int) -> DeviceMemoryError:
     peak_bytes, total_bytes = torch.cuda.max_memory_allocated(), _total_bytes()
     wanted = WANTED.search(text)
     message = (
-        f"rank {rank}'s GPU is out of memory: tensors took {_gib(peak_bytes)} at most, of "
-        f"{_gib(total_bytes)}" + (f", and {wanted[1]} more were wanted" if wanted else "")
+        f"rank {rank}'s GPU is out of memory: peak of tensors {_gib(peak_bytes)} of "
+        f"{_gib(total_bytes)}" + (f", failed request {wanted[1]}" if wanted else "")
     )
     return DeviceMemoryError(message, hint="; ".join(what_to_change(job)))
 
@@ -41,7 +41,7 @@ def _out_of_host_memory(text: str, job: Job, rank: int) -> DeviceMemoryError:
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
     limit_bytes = min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)
-    wanted = OF_THE_HOST.search(text)
+    wanted = HOST_OUT_OF_MEMORY.search(text)
     message = f"rank {rank} is out of memory: its process took {_gib(peak_bytes)} at most"
     if limit_bytes is not None:
         message += f", its limit (ulimit -d, -v) is {_gib(limit_bytes)}"

@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 
 from horovod_train.frameworks import exchange
-from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, with_tensors
+from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, tensor_communicator
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -24,7 +24,7 @@ class Exchange(exchange.Exchange):
     _ranks: TensorCollectives = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ranks = with_tensors(self.world)  # once: the isinstance check of a Protocol is slow
+        self._ranks = tensor_communicator(self.world)  # once: the isinstance check of a Protocol is slow
 
     sum = torch.no_grad()(exchange.Exchange.sum)
 

@@ -1,8 +1,9 @@
 """The bucket pipeline: gradients fill buckets during the backward pass, and full buckets are summed.
 
     a parameter's gradient is complete -> the gradient is copied into its bucket
-    the last gradient of a bucket      -> the bucket's collectives start (``Message``: data and collectives)
-    after the backward pass            -> incomplete buckets are sent; the rank waits for all collectives
+    the last gradient of a bucket      -> the bucket's collectives start (``BucketExchange``: data and
+    collectives) after the backward pass            -> incomplete buckets are sent; the rank waits for all
+    collectives
 
 The layout of buckets depends only on the parameters, so the order of additions is fixed: results are
 bitwise reproducible. A trailer is summed in each step, within the last bucket or separately:
@@ -71,7 +72,7 @@ class GradientPipeline:
     Args:
         named: The trained parameters by name.
         ranks: The communicator.
-        make: Creates a bucket's ``Message`` (codecs/base.py): its flat data and its collectives.
+        make: Creates a bucket's ``BucketExchange`` (codecs/base.py): its flat data and its collectives.
         bucket_size_bytes: Approximate size of a bucket.
         name: Prefix of the names of collectives.
         refuse: Called before a gradient is packed; raises if a backward pass is not allowed now.

@@ -22,7 +22,7 @@ PREFIX = "horovod_train.path"
 ALARM = f"{PREFIX}/alarm"
 SPIN_S = 0.002
 MAX_POLL_S = 0.1
-SILENCE_S = 0.5
+PEER_CHECK_INTERVAL_S = 0.5
 """Interval at which a waiting rank checks the positions of other ranks."""
 END = "the end of the pass"
 HINT = (
@@ -100,13 +100,13 @@ class PathAgreement:
             # Other ranks arrive at about the same time. If they do not, sleep: they may need this core.
             sleep(0 if now - begun < SPIN_S else min(now - begun, MAX_POLL_S))
             num_arrived = store.add(f"{key}/{name}", 0)
-            if now - last_poll > SILENCE_S:
+            if now - last_poll > PEER_CHECK_INTERVAL_S:
                 last_poll = now
-                self._look_at_others(key, name, expected)
+                self._check_peers(key, name, expected)
             if now - begun > self._timeout_s:
-                raise PeerError(f"another rank did not come to {name} within {self._timeout_s:g} s")
+                raise PeerError(f"timeout after {self._timeout_s:g} s: another rank has not reached {name}")
 
-    def _look_at_others(self, key: str, name: str, expected: str) -> None:
+    def _check_peers(self, key: str, name: str, expected: str) -> None:
         """Raise an error if a rank has announced another event, or has entered the expected collective."""
         store = self._store
         for rank in range(self._num_ranks):

@@ -33,7 +33,7 @@ GONE = ("Connection closed by peer", "Connection reset by peer", "Application ti
 TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
 
 
-def start_process_group(ranks: Communicator, device: torch.device, health: Health) -> None:
+def init_process_group(ranks: Communicator, device: torch.device, health: Health) -> None:
     """Initialize the process group of all ranks. Collective; safe to call twice.
 
     It uses NCCL if ``device`` is a GPU. The timeout of its collectives is ``health.stall_shutdown_s``.
@@ -44,7 +44,7 @@ def start_process_group(ranks: Communicator, device: torch.device, health: Healt
     if dist.is_initialized():
         return
     interface, address = choose_address(allgather_json(ranks, ranks.host), os.environ)
-    share_interface(interface, os.environ)
+    export_interface(interface, os.environ)
     # Capacity of PyTorch's flight recorder (see watch.py), read when the first group is created.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
     timeout = timedelta(seconds=health.stall_shutdown_s)
@@ -61,7 +61,7 @@ def start_process_group(ranks: Communicator, device: torch.device, health: Healt
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(
             f"torch.distributed cannot start on {ranks.host}, at {address} of {interface}: {error}",
-            hint="do ranks reach each other there? launch.network_interface names another one",
+            hint="check that hosts are connected through this interface, or set launch.network_interface",
         ) from error
     if isinstance(ranks, HorovodCommunicator):
         clone: Any = store
@@ -96,7 +96,7 @@ def _common_store(ranks: Communicator, address: str, timeout: timedelta) -> Stor
 
 
 def agree_on_paths(ranks: Communicator, health: Health) -> PathAgreement:
-    """Return the comparison of the passes of all ranks; call it after ``start_process_group``."""
+    """Return the comparison of the passes of all ranks; call it after ``init_process_group``."""
     watch = _watches[-1] if _watches else None
     store = None if watch is None else watch.store.clone()
     paths = PathAgreement(store, ranks.rank, ranks.size if watch else 1, health.stall_shutdown_s)
@@ -113,7 +113,7 @@ def _end() -> None:
         dist.destroy_process_group()
 
 
-def group_among(groups: Sequence[Sequence[int]], health: Health) -> Any:
+def new_subgroup(groups: Sequence[Sequence[int]], health: Health) -> Any:
     """Create a process group for each list of ranks; return this rank's group. Every rank must call it."""
     if len(groups) == 1:
         return dist.group.WORLD
@@ -166,7 +166,7 @@ def _address_of_the_host() -> str | None:
     return None if address.startswith("127.") else address
 
 
-def share_interface(interface: str, environ: MutableMapping[str, str]) -> None:
+def export_interface(interface: str, environ: MutableMapping[str, str]) -> None:
     """Set the interface of Gloo and NCCL in the environment, unless it is set."""
     environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -178,13 +178,13 @@ def explain_distributed(error: Exception, health: Health) -> HorovodTrainError |
         return None
     text = str(error)
     if any(sign in text for sign in TIMED_OUT):
-        who = next((watch.missing for watch in _watches if watch.missing), "another rank did not come")
+        who = next((watch.missing for watch in _watches if watch.missing), "another rank is missing")
         return PeerError(
-            f"a collective of torch.distributed has waited {health.stall_shutdown_s:.0f} s: {who}; "
+            f"a collective of torch.distributed timed out after {health.stall_shutdown_s:.0f} s: {who}; "
             "ended after health.stall_shutdown_s"
         )
     if any(sign in text for sign in GONE):
-        return PeerError(f"a collective was ended because another rank left: {text[:200]}")
+        return PeerError(f"a collective failed because another rank exited: {text[:200]}")
     return None
 
 
@@ -193,7 +193,7 @@ def explain_second_derivative(error: Exception) -> HorovodTrainError | None:
     if not isinstance(error, RuntimeError) or "once_differentiable" not in str(error):
         return None
     return UserError(
-        "the task takes the gradient of a gradient, which batch normalization over ranks does not have",
+        "the task computes a second derivative, which train.sync_batch_norm does not support",
         hint="leave train.sync_batch_norm out, or take the penalty of a part without batch normalization",
     )
 

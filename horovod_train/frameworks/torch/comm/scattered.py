@@ -1,15 +1,15 @@
-"""Message of the strategy ``zero``: a reduce-scatter, from which each rank receives its part of the sum."""
+"""Exchange of a bucket under the strategy ``zero``: a reduce-scatter that returns this rank's part."""
 
 from __future__ import annotations
 
 import torch
 
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Message, Rounds
+from horovod_train.frameworks.torch.codecs.base import BucketExchange, BucketLayout, Rounds
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.comm.exchange import wide_type
 
 
-class ScatteredMessage(Message):
+class ScatteredMessage(BucketExchange):
     """Gradients of a bucket; each rank receives its part of their sum, in at least 32 bits.
 
     Attributes:

@@ -25,7 +25,12 @@ from horovod_train.errors import UserError
 
 Sum = Callable[[torch.Tensor, str], torch.Tensor]
 """Returns the elementwise sum of a tensor over ranks; the name must be equal on all ranks."""
-OF_PYTORCH = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+BATCH_NORM_CLASSES = (
+    torch.nn.BatchNorm1d,
+    torch.nn.BatchNorm2d,
+    torch.nn.BatchNorm3d,
+    torch.nn.SyncBatchNorm,
+)
 is_counted = True
 """Whether the current micro-batch is counted in the statistics."""
 
@@ -149,7 +154,7 @@ def _shaped(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def not_counted() -> Iterator[None]:
+def excluded_from_statistics() -> Iterator[None]:
     """Exclude the micro-batches of the block from the statistics."""
     global is_counted  # noqa: PLW0603  (``forward`` has no argument for it)
     is_counted = False
@@ -176,11 +181,11 @@ def synchronize_batch_norm(model: torch.nn.Module, sum_over_ranks: Sum, *, every
         is_synchronized = isinstance(module, torch.nn.SyncBatchNorm) or _is_of_horovod(module)
         if not isinstance(module, _BatchNorm) or not (every or is_synchronized):
             continue
-        if type(module) not in OF_PYTORCH and not _is_of_horovod(module):
+        if type(module) not in BATCH_NORM_CLASSES and not _is_of_horovod(module):
             raise UserError(
-                f"train.sync_batch_norm: {name!r} is a {type(module).__name__}, which may compute "
-                "something of its own",
-                hint=f"use one of {', '.join(each.__name__ for each in OF_PYTORCH)}",
+                f"train.sync_batch_norm: {name!r} is a {type(module).__name__}, a derived class "
+                "that may override forward",
+                hint=f"use one of {', '.join(each.__name__ for each in BATCH_NORM_CLASSES)}",
             )
         base = AnyBatchNorm if is_synchronized else type(module)
         module.__class__ = type("SynchronizedBatchNorm", (SyncBatchNormMixin, base), {})

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 RECORDED = 128
 """Capacity of the flight recorder; fewer collectives are in flight at any time."""
-LOOK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class InFlight:
     size_bytes: int
     age_s: float
 
-    def key_of(self, rank: int) -> str:
+    def arrival_key(self, rank: int) -> str:
         """Return the store key that a rank sets when it has entered this collective."""
         return f"horovod_train.under_way/{self.group[0]}/{self.group[1]}/{rank}"
 
@@ -84,9 +84,9 @@ class CollectiveWatch:
         self.missing = ""
         self._ranks, self.store, self._report = ranks, store, report
         self.paths: PathAgreement | None = None
-        self._warning_s = max(health.stall_warning_s, 2 * LOOK_INTERVAL_S)
+        self._warning_s = max(health.stall_warning_s, 2 * POLL_INTERVAL_S)
         self._shown: Collective | None = None
-        self._left_word: tuple[str, int] | None = None
+        self._announced: tuple[str, int] | None = None
         self._reported_s = 0.0
         self._over = Event()
         self._thread = Thread(target=self._watch, daemon=True)
@@ -95,10 +95,10 @@ class CollectiveWatch:
     def close(self) -> None:
         """Stop watching. Safe to call twice."""
         self._over.set()
-        self._thread.join(timeout=2 * LOOK_INTERVAL_S)
+        self._thread.join(timeout=2 * POLL_INTERVAL_S)
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_INTERVAL_S):
+        while not self._over.wait(POLL_INTERVAL_S):
             try:
                 if self.paths is not None:
                     publish_position(self.store, self._ranks.rank, self.paths.position)
@@ -115,7 +115,7 @@ class CollectiveWatch:
         """Record the collective that this rank waits in."""
         if oldest is not None and oldest.name.startswith("nccl"):
             return  # the host runs ahead of the device, and need not wait for this collective
-        if oldest is not None and oldest.age_s >= LOOK_INTERVAL_S:
+        if oldest is not None and oldest.age_s >= POLL_INTERVAL_S:
             if self._ranks.waiting_since_s is None:
                 since_s = monotonic() - oldest.age_s
                 self._shown = Collective(f"torch.distributed {oldest.name}", oldest.size_bytes, since_s)
@@ -125,11 +125,11 @@ class CollectiveWatch:
 
     def _compare(self, oldest: InFlight) -> None:
         """Set this rank's key of the collective; at the next call, determine the ranks without a key."""
-        if self._left_word != oldest.group:
-            self.store.set(oldest.key_of(self._ranks.rank), "here")
-            self._left_word = oldest.group
+        if self._announced != oldest.group:
+            self.store.set(oldest.arrival_key(self._ranks.rank), "here")
+            self._announced = oldest.group
             return  # other ranks set theirs at about the same time
-        present = [rank for rank in oldest.ranks if self.store.check([oldest.key_of(rank)])]
+        present = [rank for rank in oldest.ranks if self.store.check([oldest.arrival_key(rank)])]
         absent = [rank for rank in oldest.ranks if rank not in present]
         if not absent:
             return  # all ranks have entered it: it is slow

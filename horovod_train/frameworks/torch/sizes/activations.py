@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.sizes.units import modules_fitting, units_of
+from horovod_train.frameworks.torch.sizes.units import modules_matching, units_of
 from horovod_train.frameworks.torch.state.python_state import python_state
 
-NUM_LOOKS = 3
-_LOOKED_AT: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+NUM_CHECKED_PASSES = 3
+_NUM_CHECKED: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 """Number of forward passes of a module that were checked for changes of its attributes."""
 _ATTRIBUTES: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
 """Names of the public attributes that a module had when recomputation was enabled."""
@@ -133,7 +133,7 @@ def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> No
     Raises:
         UserError: A pattern matches no module.
     """
-    for module in modules_fitting(model, patterns, "train.activation_checkpointing").values():
+    for module in modules_matching(model, patterns, "train.activation_checkpointing").values():
         for each in module.modules():  # a strategy adds attributes later, which are not compared
             _ATTRIBUTES[each] = {
                 name for name in vars(each) if not name.startswith("_") and name != "training"
@@ -145,13 +145,13 @@ def _recomputed(module: torch.nn.Module, forward: Callable[..., Any], *args: Any
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     before = [(buffer, buffer.clone()) for buffer in module.buffers()] if module.training else []
-    is_looked_at = module.training and _LOOKED_AT.get(module, 0) < NUM_LOOKS
+    is_looked_at = module.training and _NUM_CHECKED.get(module, 0) < NUM_CHECKED_PASSES
     in_python = attributes_of(module) if is_looked_at else []
     found = checkpoint(
         forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _from(before)), **kwargs
     )
     if is_looked_at:
-        _LOOKED_AT[module] = _LOOKED_AT.get(module, 0) + 1
+        _NUM_CHECKED[module] = _NUM_CHECKED.get(module, 0) + 1
         if attributes_of(module) != in_python:
             raise UserError(
                 f"activation checkpointing: a forward pass of a {type(module).__name__} changes its "

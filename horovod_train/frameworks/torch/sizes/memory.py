@@ -34,12 +34,12 @@ from horovod_train.frameworks.torch.sizes.meta_model import (
     explained,
     loss_of,
     meta_model,
-    without_memory,
+    to_fake_tensor,
 )
-from horovod_train.frameworks.torch.sizes.units import modules_fitting, units_to_shard
+from horovod_train.frameworks.torch.sizes.units import modules_matching, units_to_shard
 from horovod_train.frameworks.torch.state.generators import seed_generators
 from horovod_train.frameworks.torch.strategies.tensor_parallel import (
-    CUT_DIMENSION,
+    SHARD_DIMENSION,
     check_can_be_cut,
     modules_of_plan,
     plan_of,
@@ -73,7 +73,7 @@ def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
 
 def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Sizes:
     model.train()
-    fake = without_memory(batch)
+    fake = to_fake_tensor(batch)
     layers, budget_mib = job.train.activation_checkpointing, job.train.activations_mib
     if budget_mib is not None:
         layers = layers_to_recompute(
@@ -130,7 +130,9 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def _units(job: Job, model: torch.nn.Module) -> list[torch.nn.Module]:
     patterns = job.strategy.args.get("units") if job.strategy.name in {"fsdp", "mesh"} else None
-    found = units_to_shard(model) if not patterns else modules_fitting(model, patterns, "strategy.args.units")
+    found = (
+        units_to_shard(model) if not patterns else modules_matching(model, patterns, "strategy.args.units")
+    )
     return list(found.values())
 
 
@@ -140,9 +142,9 @@ def _cut(job: Job, model: torch.nn.Module, num_ranks: int) -> bool:
     try:
         plan = (job.strategy.args.get("plan") if is_given else None) or plan_of(model)
         for name, style in modules_of_plan(model, plan).items():
-            if style in CUT_DIMENSION:
+            if style in SHARD_DIMENSION:
                 check_can_be_cut(name, model.get_submodule(name), style, num_ranks)
-                _leave_part(model.get_submodule(name), CUT_DIMENSION[style], num_ranks)
+                _leave_part(model.get_submodule(name), SHARD_DIMENSION[style], num_ranks)
     except UserError:
         return False
     return True

@@ -53,7 +53,7 @@ def batch_of(job: Job, task: TorchTask) -> Any:
     return next(iter(reader.read(0, np.arange(length), [MicroBatch(0, length, share=1.0)])))
 
 
-def without_memory(batch: Any) -> Any:
+def to_fake_tensor(batch: Any) -> Any:
     """Replace the tensors of a batch by fake tensors. Must be called in a ``FakeTensorMode``."""
     return tree_map(lambda leaf: empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
@@ -69,7 +69,7 @@ def explained(job: Job) -> AbstractContextManager[None]:
     """Return a context that replaces exceptions by a ``UserError``: the step cannot run with fake tensors."""
     return translated(
         lambda error: UserError(
-            f"a step of {job.task} cannot be made with tensors that have no memory: "
+            f"a step of {job.task} cannot run with fake tensors: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             hint="does the model read numbers from tensors (item(), an if about one), or load weights? "
             "watch horovod_train_resident_memory_peak_bytes of a run instead",

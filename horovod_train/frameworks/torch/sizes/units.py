@@ -13,7 +13,7 @@ from horovod_train.errors import UserError
 CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
-def modules_fitting(
+def modules_matching(
     model: torch.nn.Module, patterns: Iterable[str], field: str
 ) -> dict[str, torch.nn.Module]:
     """Return the outermost modules whose names match a pattern, by name.

@@ -38,7 +38,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
         optimizer: The optimizer. Its parameters and state are not changed.
         strategy: Name of the strategy, for error messages.
     """
-    _check_alike(optimizer, strategy, "split", _pieces, "others of the same weight, which other ranks have")
+    _check_equivalent(
+        optimizer, strategy, "split", _pieces, "others of the same weight, which other ranks have"
+    )
 
 
 @torch.no_grad()
@@ -47,10 +49,12 @@ def check_separable(optimizer: torch.optim.Optimizer, strategy: str) -> None:
 
     Other ranks update the other weights. The arguments are those of ``check_elementwise``.
     """
-    _check_alike(optimizer, strategy, "spread over ranks", _halves, "other weights, which other ranks have")
+    _check_equivalent(
+        optimizer, strategy, "spread over ranks", _halves, "other weights, which other ranks have"
+    )
 
 
-def _check_alike(
+def _check_equivalent(
     optimizer: torch.optim.Optimizer,
     strategy: str,
     what: str,
@@ -67,7 +71,7 @@ def _check_alike(
     for settings in _settings(optimizer):
         with translated(
             lambda error: UserError(
-                f"strategy {strategy} cannot have the optimizer {name} {what}: "
+                f"strategy {strategy} cannot split the optimizer {name} {what}: "
                 f"{type(error).__name__}: {error}",
                 hint=_HINT,
             )
@@ -79,7 +83,7 @@ def _check_alike(
 
 def _refused(strategy: str, name: str, what: str, on: str) -> UserError:
     return UserError(
-        f"strategy {strategy} cannot have the optimizer {name} {what}: what it does to a number "
+        f"strategy {strategy} cannot split the optimizer {name} {what}: the update of an element "
         f"depends on {on}",
         hint=_HINT,
     )

@@ -13,7 +13,7 @@ from horovod_train.collectives.base import Communicator, any_rank
 from horovod_train.config.schema import Train
 from horovod_train.frameworks.base import StepClock, add_metric
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model
-from horovod_train.frameworks.torch.comm.sync_batch_norm import not_counted
+from horovod_train.frameworks.torch.comm.sync_batch_norm import excluded_from_statistics
 from horovod_train.frameworks.torch.state.saved_state import SavedState, load_rank_states, rank_state_of
 from horovod_train.frameworks.torch.step.averaged_weights import AveragedWeights
 from horovod_train.frameworks.torch.step.loss import StepLoss
@@ -26,7 +26,7 @@ from horovod_train.frameworks.torch.verify.first_steps import FirstSteps
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class LocalModel:
+class ReplicaBase:
     """The model of one rank, its state, and its evaluation.
 
     Attributes:
@@ -69,15 +69,17 @@ class LocalModel:
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
     @contextmanager
-    def not_counted(self) -> Iterator[None]:
+    def excluded_from_statistics(self) -> Iterator[None]:
         """Restore running statistics after the block, which runs the passes of a padding micro-batch."""
-        with self.statistics.kept(), not_counted():
+        with self.statistics.kept(), excluded_from_statistics():
             yield
 
     def pass_context_of(self, clock: StepClock) -> PassContext:
         """Return the context for a strategy that runs the passes of a step itself."""
         assert self.task is not None
-        return PassContext(self.task, self.autocast, clock.lap, self.not_counted, self.loss.weigh)
+        return PassContext(
+            self.task, self.autocast, clock.lap, self.excluded_from_statistics, self.loss.weigh
+        )
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:

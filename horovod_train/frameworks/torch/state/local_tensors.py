@@ -176,7 +176,7 @@ def load_model(local_tensors: Mapping[str, LocalTensor], arrays: Mapping[str, Ar
 def _check_names(local_tensors: Iterable[str], arrays: Iterable[str]) -> None:
     missing = sorted(set(local_tensors) - set(arrays))
     if missing:
-        raise ValueError(f"it has no {missing[0]!r}")
+        raise ValueError(f"the checkpoint does not contain {missing[0]!r}")
 
 
 def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: LocalTensor) -> ArrayBlob:
@@ -185,7 +185,10 @@ def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: LocalTensor) -> Arr
         return arrays.part(name, tuple(wanted.tensor.shape), wanted.part)
     found = arrays[name]  # in memory, from a replica with the same sharding
     if (found.shape, found.part) != (tuple(wanted.tensor.shape), wanted.part):
-        raise ValueError(f"{name} has shape {list(found.shape)}, and {list(wanted.tensor.shape)} here")
+        raise ValueError(
+            f"{name} has shape {list(found.shape)} in the checkpoint, but "
+            f"{list(wanted.tensor.shape)} in the model"
+        )
     return found
 
 
@@ -217,7 +220,8 @@ def optimizer_document(
     saved_groups = unpack_tree(tree["param_groups"], _Whole(arrays))
     if len(saved_groups) != len(groups):
         raise ValueError(
-            f"its optimizer has {len(saved_groups)} groups of parameters, and {len(groups)} here"
+            f"the checkpoint has {len(saved_groups)} parameter groups, but the job's optimizer has "
+            f"{len(groups)}"
         )
     saved = [name for group in saved_groups for name in group["params"]]
     by_number = bool(saved) and all(isinstance(name, int) for name in saved)

@@ -74,7 +74,7 @@ def load_initial(
         others = sorted(set(weights) - set(local_tensors))
         raise UserError(
             f"{FIELD}: they are of another model: {error}",
-            hint=f"the file has {', '.join(others[:5])} besides; names must be those of the model"
+            hint=f"the file also contains {', '.join(others[:5])}; names must be those of the model"
             if others
             else "names and shapes must be those of the task's model",
         ) from error

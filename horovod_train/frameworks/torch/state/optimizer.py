@@ -9,7 +9,7 @@ import torch
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, UserError
-from horovod_train.frameworks.callbacks import JobsLearningRate
+from horovod_train.frameworks.callbacks import GuardedLearningRate
 from horovod_train.frameworks.optimizers import make_optimizer
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -30,7 +30,7 @@ def optimizer_over(job: Job, parameters: Iterable[Any], *, may_fuse: bool = True
     groups = [_with_list(group, job.lr.base_lr) if isinstance(group, dict) else group for group in parameters]
 
     def make(factory: Callable[..., Any], args: Mapping[str, Any]) -> Any:
-        fused = {"fused": True} if may_fuse and is_fused_by_itself(factory, args, groups) else {}
+        fused = {"fused": True} if may_fuse and is_fused_by_default(factory, args, groups) else {}
         return factory(groups, lr=job.lr.base_lr, **args, **fused)
 
     optimizer = make_optimizer(job, make)
@@ -45,7 +45,7 @@ def optimizer_over(job: Job, parameters: Iterable[Any], *, may_fuse: bool = True
     return optimizer
 
 
-def is_fused_by_itself(factory: object, args: Mapping[str, Any], groups: Iterable[Any]) -> bool:
+def is_fused_by_default(factory: object, args: Mapping[str, Any], groups: Iterable[Any]) -> bool:
     """Return whether the fused form is chosen because neither arguments nor groups specify the form.
 
     The fused form runs one kernel instead of several per parameter, and can skip a step on the device, except
@@ -83,9 +83,9 @@ def explain_closure(error: Exception, job: Job) -> HorovodTrainError | None:
     if isinstance(error, HorovodTrainError) or not (wants_closure or "does not require grad" in str(error)):
         return None
     return UserError(
-        f"the optimizer {job.optimizer.name} wants a closure, or second derivatives, in its step, and a job "
-        f"gives it gradients: {error}",
-        hint="use an optimizer that needs gradients alone, or a loop of your own (docs/own-loop.md)",
+        f"the optimizer {job.optimizer.name} requires a closure or second derivatives, and a job "
+        f"provides only gradients: {error}",
+        hint="use an optimizer that requires only gradients, or your own training loop (docs/own-loop.md)",
     )
 
 
@@ -100,7 +100,7 @@ def rates_of_groups(optimizer: torch.optim.Optimizer, lr: float) -> list[float]:
     return [lr * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
 
 
-class GroupRates(JobsLearningRate):
+class GroupRates(GuardedLearningRate):
     """Learning rates of an optimizer's groups, relative to the job's rate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ MAX_DEPTH = 6
 MAX_LENGTH = 10_000
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 CONTAINERS = (Mapping, list, tuple, AbstractSet)
-OF_PYTORCH = {"_parameters", "_buffers", "_modules", "training"}
+BATCH_NORM_CLASSES = {"_parameters", "_buffers", "_modules", "training"}
 
 
 def python_state(*objects: object) -> str:
@@ -62,8 +62,8 @@ def _children(value: Any) -> list[Any]:
     if not isinstance(value, torch.nn.Module):
         return [each for pair in attributes.items() for each in pair]
     modules = list(value._modules.values())  # noqa: SLF001
-    own = [each for name, each in attributes.items() if name not in OF_PYTORCH]
-    return [*modules, *own, *(attributes.keys() - OF_PYTORCH)]
+    own = [each for name, each in attributes.items() if name not in BATCH_NORM_CLASSES]
+    return [*modules, *own, *(attributes.keys() - BATCH_NORM_CLASSES)]
 
 
 def _content(cell: CellType) -> object:

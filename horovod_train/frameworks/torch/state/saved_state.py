@@ -84,7 +84,8 @@ class SavedState:
             optimizer_tensors(strategy.saved_optimizer, strategy.optimized())
         except CheckpointError as error:
             raise UserError(
-                f"the state of the optimizer {type(self._optimizer).__name__} fits in no checkpoint: "
+                f"the state of the optimizer {type(self._optimizer).__name__} cannot be saved in a "
+                "checkpoint: "
                 f"{error.message}",
                 hint="use another optimizer",
             ) from error
@@ -140,8 +141,9 @@ class SavedState:
     def _report_other_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
         if bool(saved.get("fused")) != bool(own.get("fused")) and self._prints_notices:
             log.warning(
-                "the checkpoint was trained with fused: %s, and training continues with fused: %s: as exact, "
-                "and not the same in the last bits",
+                "the checkpoint was trained with fused: %s, and training continues with fused: %s: "
+                "results are "
+                "equally accurate, but not bitwise equal",
                 bool(saved.get("fused")),
                 bool(own.get("fused")),
             )
@@ -166,7 +168,8 @@ def load_rank_states(
     others = {name for state in of_ranks for name in state if name.startswith(OWN_STATE)}
     if dropped := sorted({name.partition("/")[0] for name in others if not name.startswith(kind)}):
         log.warning(
-            "the checkpoint holds what %s keeps for itself: it is dropped", dropped[0].removeprefix(OWN_STATE)
+            "the checkpoint contains per-rank state of %s, which is ignored",
+            dropped[0].removeprefix(OWN_STATE),
         )
     strategy.load_rank_states(
         [

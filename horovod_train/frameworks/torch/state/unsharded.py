@@ -14,7 +14,7 @@ Parameters = Mapping[torch.nn.Parameter, str]
 SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
-def parameters_kept_whole(
+def unsharded_parameters(
     model: torch.nn.Module, units: Iterable[torch.nn.Module]
 ) -> dict[torch.nn.Parameter, str]:
     """Return the parameters that ``fully_shard`` refuses or does not train correctly, with reasons.

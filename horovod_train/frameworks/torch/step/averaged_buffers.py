@@ -60,7 +60,7 @@ def _fitting(model: torch.nn.Module, patterns: Iterable[str]) -> list[str]:
         if not fitting:
             names = list(named)
             raise UserError(
-                f"{FIELD}: {pattern!r} fits no buffer",
+                f"{FIELD}: {pattern!r} matches no buffer",
                 hint=f"buffers are {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
                 if names
                 else "there is none",

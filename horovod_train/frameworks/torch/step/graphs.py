@@ -124,7 +124,7 @@ class _Kind:
 
 
 @dataclass
-class _Race:
+class _GraphBenchmark:
     """Comparison of step times without and with graphs.
 
     Times are those between the starts of successive steps. If ``is_plain``, the step contains neither a
@@ -161,10 +161,10 @@ class _Race:
         is_faster = graphed_s < eager_s
         with_them = f"{1e3 * graphed_s / num_ranks:.2f} ms" if graphed_s < math.inf else "not possible"
         log.warning(
-            "train.cuda_graph: auto: %.2f ms a step without graphs, %s with: steps go on %s",
+            "train.cuda_graph: auto: %.2f ms a step without graphs, %s with: training continues %s",
             1e3 * eager_s / num_ranks,
             with_them,
-            "with them" if is_faster else "without",
+            "with graphs" if is_faster else "without graphs",
         )
         return is_faster
 
@@ -195,7 +195,7 @@ class StepGraphs:
         self._parameters = parameters
         self._fingerprint = fingerprint
         self._discard = discard
-        self._race = None if sum_over_ranks is None else _Race(sum_over_ranks)
+        self._race = None if sum_over_ranks is None else _GraphBenchmark(sum_over_ranks)
         self._num_eager = WARM_UP_STEPS if self._race is None else self._race.last_eager
         self._kinds: dict[Hashable, _Kind] = {}
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
@@ -279,7 +279,7 @@ class StepGraphs:
             elif isinstance(leaf, PLAIN):
                 parts.append((type(leaf), leaf))
             else:
-                self._report_once(f"batches hold a {type(leaf).__name__}: such are computed without graphs")
+                self._report_once(f"batches contain a {type(leaf).__name__}, and run without CUDA graphs")
                 return None
         return tuple(parts)
 
@@ -289,8 +289,9 @@ class StepGraphs:
             self._race.is_plain = False
         if len(self._kinds) >= MAX_KINDS:
             self._report_once(
-                f"steps come in more than {MAX_KINDS} kinds, by shapes or by what is not a tensor: others "
-                "are made without graphs"
+                f"batches have more than {MAX_KINDS} combinations of shapes and of values that are not "
+                "tensors: "
+                "further ones run without CUDA graphs"
             )
             return None
         trained: dict[torch.Tensor, None] = {}
@@ -347,8 +348,8 @@ class StepGraphs:
         if recorded is None:  # after any error, the step can be performed without a graph
             kind.is_refused = True
             self._report_once(
-                f"a step cannot be recorded ({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
-                "such are made without"
+                f"a step cannot be captured ({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
+                "steps of this kind run without CUDA graphs"
             )
             if self._num_recorded == 0:
                 self._disable()

@@ -15,7 +15,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.events.types import WAIT_PHASE
 from horovod_train.frameworks.base import StepClock
-from horovod_train.frameworks.torch.comm.collectives import sum_over, with_tensors
+from horovod_train.frameworks.torch.comm.collectives import sum_over, tensor_communicator
 from horovod_train.frameworks.torch.step.deferred import Sent
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.task import check_count, checked_loss, is_sum_and_count
@@ -130,11 +130,11 @@ class StepLoss:
         if not self._has_sums:
             return None
         mine = torch.zeros((), dtype=torch.float64, device=self._device) if own is None else own
-        together = sum_over(with_tensors(self._all_ranks), mine.reshape(1), NAME)[0]
+        together = sum_over(tensor_communicator(self._all_ranks), mine.reshape(1), NAME)[0]
         return together / self._strategy.capabilities.num_loss_copies
 
     def _summed(self, number: torch.Tensor) -> torch.Tensor:
         """Return a number's sum over the data-parallel group."""
         if self._strategy.sum_in_pass is not None:
             return self._strategy.sum_in_pass(number.reshape(1), NAME)[0]
-        return sum_over(with_tensors(self._data_ranks), number.reshape(1), NAME)[0]
+        return sum_over(tensor_communicator(self._data_ranks), number.reshape(1), NAME)[0]

@@ -16,7 +16,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.sizes.flops import FlopCounter
-from horovod_train.frameworks.torch.state.local_model import LocalModel
+from horovod_train.frameworks.torch.state.local_model import ReplicaBase
 from horovod_train.frameworks.torch.state.optimizer import set_rates
 from horovod_train.frameworks.torch.state.saved_state import SavedState
 from horovod_train.frameworks.torch.step import deferred
@@ -61,7 +61,7 @@ class FollowsUpdates(Protocol):
         ...
 
 
-class TorchReplica(LocalModel):
+class TorchReplica(ReplicaBase):
     """The model and optimizer of one rank.
 
     Args:
@@ -161,7 +161,11 @@ class TorchReplica(LocalModel):
 
     def new_clock(self) -> StepClock:
         """Start a clock that measures the phases of a step."""
-        return StepClock() if self._timer is None else DeviceClock(self._timer, settles=not self.lag_steps)
+        return (
+            StepClock()
+            if self._timer is None
+            else DeviceClock(self._timer, update_synchronizes=not self.lag_steps)
+        )
 
     def begin(self, step: PlannedStep) -> None:
         """Begin a step: set training mode, and clear gradients."""
@@ -188,7 +192,7 @@ class TorchReplica(LocalModel):
     def _run_passes(self, batch: object, share: float, clock: StepClock, *, is_last: bool) -> None:
         """Run forward and backward pass of a micro-batch."""
         self.strategy.set_requires_sync(is_last=is_last)
-        with nullcontext() if share else self.not_counted():
+        with nullcontext() if share else self.excluded_from_statistics():
             with self.autocast(), self._gradient_watch.watched() if share < 1 else nullcontext():
                 loss = self._task.loss(self.forward_model, batch)
             clock.lap("forward")
@@ -318,7 +322,8 @@ class TorchReplica(LocalModel):
                 loss = self._task.loss(self.forward_model, static)
             if is_sum_and_count(loss):
                 raise UserError(
-                    "train.cuda_graph: a loss as a sum and a count would keep its first count",
+                    "train.cuda_graph: does not support a loss that is a sum and a count, because its "
+                    "count would not change",
                     hint="leave train.cuda_graph out",
                 )
             self.strategy.set_requires_sync(is_last=False)

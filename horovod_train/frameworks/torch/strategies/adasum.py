@@ -27,7 +27,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.comm.exchange import wide_type
 from horovod_train.frameworks.torch.state.trained import OptimizedParameters, check_same_trained
 from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
@@ -43,16 +43,16 @@ class Adasum(Strategy):
     """
 
     def __init__(self, mesh: Mesh, job: Job) -> None:
-        self._ranks = with_tensors(mesh.data)
+        self._ranks = tensor_communicator(mesh.data)
         size = self._ranks.size
         if size & (size - 1):
             raise UserError(
-                f"strategy adasum: it joins ranks in pairs, and {size} is not a power of two",
+                f"strategy adasum: the number of ranks must be a power of two, and is {size}",
                 hint=f"start {1 << size.bit_length() - 1} or {1 << size.bit_length()} ranks",
             )
         if size > 1 and not self._ranks.is_over_mpi:
             raise UserError(
-                "strategy adasum: Horovod has it over MPI alone, and these ranks talk over Gloo",
+                "strategy adasum: Horovod supports Adasum only over MPI, and this run uses Gloo",
                 hint="start them with launch.controller: mpi, or use strategy: allreduce",
             )
         self.capabilities = Capabilities(
@@ -71,9 +71,9 @@ class Adasum(Strategy):
         """
         super().bind(model, optimizer)
         self._trains = OptimizedParameters(model, optimizer)
-        self._take_up()
+        self._record_trained()
 
-    def _take_up(self) -> None:
+    def _record_trained(self) -> None:
         self._named = dict(self._trains.named())
         self._num_taken_up = self._trains.count()
         layout = [[name, str(list(p.shape)), str(p.dtype)] for name, p in self._trained().items()]
@@ -83,7 +83,7 @@ class Adasum(Strategy):
         """Record this rank's samples and the current weights, which are equal on all ranks."""
         self._step = step
         if self._trains.count() != self._num_taken_up:
-            self._take_up()
+            self._record_trained()
         self._before = {name: p.detach().clone() for name, p in self._trained().items()}
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:

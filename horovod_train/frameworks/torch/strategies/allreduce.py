@@ -23,7 +23,7 @@ from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, make_codec
 from horovod_train.frameworks.torch.comm.buckets import Bucket, aligned
-from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, with_tensors
+from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, tensor_communicator
 from horovod_train.frameworks.torch.comm.gradient_pipeline import GradientPipeline
 from horovod_train.frameworks.torch.state.rank_state import RankState, StateKey
 from horovod_train.frameworks.torch.state.trained import (
@@ -72,7 +72,7 @@ def summed_gradients(
     if ranks.size == 1 and not codec.keeps_residual:
         return SingleRankStrategy()
     size_bytes = int(section.bucket_size_mib * 2**20)
-    return AllreduceStrategy(with_tensors(ranks), codec=codec, bucket_size_bytes=size_bytes, name=name)
+    return AllreduceStrategy(tensor_communicator(ranks), codec=codec, bucket_size_bytes=size_bytes, name=name)
 
 
 class SingleRankStrategy(Strategy):
@@ -238,7 +238,7 @@ class AllreduceStrategy(Strategy):
         self._required = {name: parameter.requires_grad for name, parameter in named.items()}
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         if not trained:
-            raise UserError("nothing is trained any more: no parameter requires a gradient")
+            raise UserError("no parameter requires a gradient any more")
         self.layout_version += 1
         self._pipeline = self._make_pipeline(trained, self._name)
         self._pipeline.attach()

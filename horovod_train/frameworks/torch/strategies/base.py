@@ -131,14 +131,15 @@ class PassContext:
         task: The task, which calls the model.
         autocast: Returns the context of a forward pass.
         lap: Ends a phase of the step.
-        not_counted: Returns a context for padding micro-batches, which change no running statistics.
+        excluded_from_statistics: Returns a context for padding micro-batches, which change no running
+            statistics.
         weigh: Returns a micro-batch's part of the step's loss, given its loss and fraction of samples.
     """
 
     task: TorchTask
     autocast: Callable[[], AbstractContextManager[object]]
     lap: Callable[[str], None]
-    not_counted: Callable[[], AbstractContextManager[object]]
+    excluded_from_statistics: Callable[[], AbstractContextManager[object]]
     weigh: Callable[[object, float], torch.Tensor]
 
 
@@ -322,9 +323,9 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
     sum_in_pass: Callable[[torch.Tensor, str], torch.Tensor] | None = None
     _defers_results: bool = False
 
-    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> torch.nn.Module:
         """Return the module to train, on its device; ``model`` is the task's model, on the CPU."""
-        return placing(model)
+        return move_to_device(model)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to a model and its optimizer.

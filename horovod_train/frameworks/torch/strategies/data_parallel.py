@@ -30,19 +30,19 @@ class DataParallel(SingleRankStrategy):
                 hint="start one rank (-n 1), or use strategy: allreduce with a rank for each GPU",
             )
 
-    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> torch.nn.Module:
         """Return the model on the first GPU.
 
         Raises:
             UserError: There are fewer than two GPUs.
         """
-        num_gpus = torch.cuda.device_count() if placing.device.type == "cuda" else 0
+        num_gpus = torch.cuda.device_count() if move_to_device.device.type == "cuda" else 0
         if num_gpus < 2:
             raise UserError(
                 f"strategy data_parallel: it shares batches among GPUs, and this process sees {num_gpus}",
                 hint="use strategy: allreduce",
             )
-        return placing(model)
+        return move_to_device(model)
 
     def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return the module wrapped in ``DataParallel``."""

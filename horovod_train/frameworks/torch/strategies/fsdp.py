@@ -34,7 +34,7 @@ from horovod_train.frameworks.torch.comm.collectives import broadcast_model
 from horovod_train.frameworks.torch.comm.exchange import Exchange
 from horovod_train.frameworks.torch.comm.paths import PathAgreement
 from horovod_train.frameworks.torch.comm.process_group import agree_on_paths, set_timeout
-from horovod_train.frameworks.torch.sizes.units import modules_fitting, units_to_shard
+from horovod_train.frameworks.torch.sizes.units import modules_matching, units_to_shard
 from horovod_train.frameworks.torch.state.local_tensors import LocalTensor, OptimizedParameter
 from horovod_train.frameworks.torch.state.meta_weights import load_initial
 from horovod_train.frameworks.torch.state.shards import (
@@ -46,7 +46,7 @@ from horovod_train.frameworks.torch.state.shards import (
     optimized_parameters,
     squares_of,
 )
-from horovod_train.frameworks.torch.state.unsharded import describe, move, parameters_kept_whole
+from horovod_train.frameworks.torch.state.unsharded import describe, move, unsharded_parameters
 from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 
@@ -89,7 +89,7 @@ class Fsdp(TorchDistributed):
         self._shard_ranks = shard_ranks
         self._exchange = Exchange(self._data)
 
-    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> torch.nn.Module:
         """Shard rank 0's model unit by unit, so that each unsharded unit is freed before the next is sharded.
 
         For a model on the meta device, each rank reads its shard of the weights from the file.
@@ -97,8 +97,8 @@ class Fsdp(TorchDistributed):
         Raises:
             UserError: The model cannot be sharded with these arguments.
         """
-        self._start_groups(placing.device)
-        if self._offload and placing.device.type == "cpu":
+        self._start_groups(move_to_device.device)
+        if self._offload and move_to_device.device.type == "cpu":
             raise UserError(
                 "strategy.args.offload: without a GPU, weights are in host memory already",
                 hint="leave it out",
@@ -107,9 +107,9 @@ class Fsdp(TorchDistributed):
         units = (
             units_to_shard(model)
             if self._units is None
-            else modules_fitting(model, self._units, "strategy.args.units")
+            else modules_matching(model, self._units, "strategy.args.units")
         )
-        mesh = self._device_mesh(model, placing)
+        mesh = self._device_mesh(model, move_to_device)
         whole = self._unsharded_parameters(model, units.values())
         offload = CPUOffloadPolicy() if self._offload else OffloadPolicy()
         try:
@@ -126,12 +126,12 @@ class Fsdp(TorchDistributed):
                 f"strategy fsdp cannot shard this model: {error}",
                 hint="name the modules that belong together in strategy.args.units",
             ) from error
-        if placing.weights is None:
-            move(whole, placing.device)
-        if placing.weights is not None:
-            shared_on = torch.device("cpu") if self._offload else placing.device
-            materialize(model, shared_on, placing.device)
-            load_initial(model, local_tensors_of_model(model), placing.weights)
+        if move_to_device.weights is None:
+            move(whole, move_to_device.device)
+        if move_to_device.weights is not None:
+            shared_on = torch.device("cpu") if self._offload else move_to_device.device
+            materialize(model, shared_on, move_to_device.device)
+            load_initial(model, local_tensors_of_model(model), move_to_device.weights)
         sharded = [unit for unit in units.values() if isinstance(unit, FSDPModule)]
         self._set_up(model, sharded)
         return model
@@ -144,21 +144,22 @@ class Fsdp(TorchDistributed):
         Raises:
             UserError: ``param_dtype`` is set, and would apply only to the sharded parameters.
         """
-        whole = parameters_kept_whole(model, units)
+        whole = unsharded_parameters(model, units)
         described = describe(model, whole)
         if described and self._precision.param_dtype is not None:
             raise UserError(
-                f"strategy.args.param_dtype: {described}; they would meet sharded weights of another type",
+                f"strategy.args.param_dtype: {described}; their data type would differ from that of "
+                "gathered weights",
                 hint="leave param_dtype out, and set train.precision",
             )
         if described and self._ranks.rank == 0:
             log.warning("strategy %s: %s", self._job.strategy.name, described)
         return set(whole)
 
-    def _device_mesh(self, model: torch.nn.Module, placing: DevicePlacement) -> DeviceMesh:
+    def _device_mesh(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> DeviceMesh:
         """Return the device mesh for sharding: 1-D, or 2-D with replicas (HSDP)."""
         axes, names = self._sharding_axes()
-        mesh = init_device_mesh(placing.device.type, axes, mesh_dim_names=names)
+        mesh = init_device_mesh(move_to_device.device.type, axes, mesh_dim_names=names)
         for name in names:
             set_timeout(mesh.get_group(name), self._job.health)
         return mesh
@@ -311,7 +312,7 @@ def _unchanged(method: Callable[..., Any], group: Any, name: str) -> Callable[..
                 raise UserError(
                     f"strategy fsdp: the forward pass of {name} changes a weight of shape "
                     f"{list(weight.shape)} in place, "
-                    "which is lost when the weight is given back",
+                    "and the change is lost when the unit is resharded",
                     hint="use strategy: allreduce; Embedding(max_norm=...) does it, for one",
                 )
         return method(*args, **more)
@@ -346,8 +347,9 @@ def num_ranks_of(wanted: int | Literal["host"] | None, num_ranks: int, hosts: Se
         if len({number for _, number in runs}) > 1 or len(runs) > len(set(hosts)):
             found = ", ".join(f"{number} on {host}" for host, number in runs)
             raise UserError(
-                f"strategy.args.shard_ranks: host: ranks are not as many on each host, in a row: {found}",
-                hint="start them so, or give a number",
+                f"strategy.args.shard_ranks: host: each host must have the same number of consecutive "
+                f"ranks: {found}",
+                hint="start ranks like this, or set a number",
             )
         return runs[0][1]
     if num_ranks % wanted:

@@ -39,7 +39,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.comm.exchange import Exchange, wide_type
 from horovod_train.frameworks.torch.state.trained import Named, OptimizedParameters, check_same_trained
 from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
@@ -69,7 +69,7 @@ class LocalSgd(Strategy):
         allreduce_steps: int = 0,
         outer: Mapping[str, Any] | None = None,
     ) -> None:
-        self._ranks = ranks = with_tensors(mesh.data)
+        self._ranks = ranks = tensor_communicator(mesh.data)
         self._every_steps = every_steps
         self._exchange = Exchange(ranks, int(job.allreduce.bucket_size_mib * 2**20))
         self._allreduce_steps = allreduce_steps
@@ -146,7 +146,7 @@ class LocalSgd(Strategy):
         named = self._trains.named()
         document = self._optimizer.state_dict()
         settings, state = pack_tree(document, lambda leaf: isinstance(leaf, torch.Tensor))
-        self._check_alike(named, settings, state)
+        self._check_equal(named, settings, state)
         # Scalar counters of optimizers (steps) stay exact if they are equal on all ranks.
         counts = [t for t in state.values() if not t.ndim and t.is_floating_point()]
         whole = [*named.items(), *((None, t) for t in state.values() if t.ndim)]
@@ -181,7 +181,7 @@ class LocalSgd(Strategy):
                 name.removeprefix("outer."): tensor for name, tensor in saved.items() if name != "steps"
             }
 
-    def _check_alike(self, named: Named, settings: object, state: Mapping[str, torch.Tensor]) -> None:
+    def _check_equal(self, named: Named, settings: object, state: Mapping[str, torch.Tensor]) -> None:
         """Raise ``UserError`` if ranks train different parameters, or their optimizers differ in layout."""
         trained = [[name, list(p.shape), str(p.dtype)] for name, p in named.items() if p.requires_grad]
         shapes = {name: list(tensor.shape) for name, tensor in state.items()}

@@ -23,7 +23,7 @@ from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     TensorParallel,
     modules_of_plan,
     plan_of,
-    share_layers,
+    shard_layers,
 )
 
 LENGTHS = ("pipeline", "tensor", "shard")
@@ -53,16 +53,18 @@ class ShardedLayers(Fsdp):
         self._plan = plan
         self._num_tensor = ranks.axes.tensor
 
-    def _device_mesh(self, model: torch.nn.Module, placing: DevicePlacement) -> DeviceMesh:
+    def _device_mesh(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> DeviceMesh:
         """Shard layers along the tensor axis; return the device mesh for sharding along the data axis."""
         if self._num_tensor == 1:
-            return super()._device_mesh(model, placing)
+            return super()._device_mesh(model, move_to_device)
         axes, names = self._sharding_axes()
         whole = init_device_mesh(
-            placing.device.type, (*axes, self._num_tensor), mesh_dim_names=(*names, "tensor")
+            move_to_device.device.type, (*axes, self._num_tensor), mesh_dim_names=(*names, "tensor")
         )
         for name in (*names, "tensor"):
             set_timeout(whole.get_group(name), self._job.health)
-        placed = placing(model) if placing.weights is None else model  # else: a model on the meta device
-        share_layers(placed, whole["tensor"], modules_of_plan(model, self._plan or plan_of(model)))
+        placed = (
+            move_to_device(model) if move_to_device.weights is None else model
+        )  # else: a model on the meta device
+        shard_layers(placed, whole["tensor"], modules_of_plan(model, self._plan or plan_of(model)))
         return whole[names]

@@ -9,7 +9,7 @@ import torch
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.comm.buckets import to_local
-from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.state.local_tensors import OptimizedParameter
 from horovod_train.frameworks.torch.state.shards import (
     disable_foreach_for_mixed_groups,
@@ -28,7 +28,7 @@ class ModelParallel(Strategy):
 
     def __init__(self, mesh: Mesh, job: Job) -> None:
         self._job = job
-        self._world = with_tensors(mesh.world)
+        self._world = tensor_communicator(mesh.world)
         self._axes = mesh.axes
         self._data = summed_gradients(mesh.data, job.allreduce)
 

@@ -26,7 +26,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model
-from horovod_train.frameworks.torch.comm.process_group import set_timeout, start_process_group
+from horovod_train.frameworks.torch.comm.process_group import init_process_group, set_timeout
 from horovod_train.frameworks.torch.state.local_tensors import LocalTensor
 from horovod_train.frameworks.torch.state.shards import (
     local_tensors_of_model,
@@ -58,7 +58,7 @@ TRANSFORMERS_STYLES = {
     "embedding_rowwise": "embedding",
 }
 """Styles by their names in the plan of a Transformers model (``_tp_plan``)."""
-CUT_DIMENSION = {
+SHARD_DIMENSION = {
     "colwise": 0,
     "colwise_gather": 0,
     "colwise_sequence": 0,
@@ -87,24 +87,24 @@ class TensorParallel(ModelParallel):
         super().__init__(mesh, job)
         self._plan = plan
 
-    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> torch.nn.Module:
         """Shard the layers of rank 0's model.
 
         Raises:
             UserError: There is no plan, or it does not fit the model.
         """
         refuse_hooks_of_parameters(model, self._job.strategy.name)
-        start_process_group(self._world, placing.device, self._job.health)
+        init_process_group(self._world, move_to_device.device, self._job.health)
         broadcast_model(model, self._world)
-        placed = placing(model)
+        placed = move_to_device(model)
         chosen = modules_of_plan(placed, self._plan or plan_of(placed))
-        share_layers(placed, self._tensor_mesh(placing), chosen)
+        shard_layers(placed, self._tensor_mesh(move_to_device), chosen)
         return placed
 
-    def _tensor_mesh(self, placing: DevicePlacement) -> DeviceMesh:
+    def _tensor_mesh(self, move_to_device: DevicePlacement) -> DeviceMesh:
         """Return the device mesh of the ranks over which layers are sharded."""
         axes = (self._axes.data, self._axes.tensor)
-        mesh = init_device_mesh(placing.device.type, axes, mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh(move_to_device.device.type, axes, mesh_dim_names=("data", "tensor"))
         set_timeout(mesh.get_group("tensor"), self._job.health)
         return mesh["tensor"]
 
@@ -132,8 +132,8 @@ def plan_of(model: torch.nn.Module) -> dict[str, str]:
             plan |= {f"{name}.linear1": "colwise", f"{name}.linear2": "rowwise"}
     if not plan:
         raise UserError(
-            f"strategy tensor_parallel: how a {type(model).__name__} is shared is not known",
-            hint="say it in strategy.args.plan, as in {'blocks.*.up': colwise, 'blocks.*.down': rowwise}",
+            f"strategy tensor_parallel: there is no sharding plan for a {type(model).__name__}",
+            hint="set strategy.args.plan, for example {'blocks.*.up': colwise, 'blocks.*.down': rowwise}",
         )
     return plan
 
@@ -148,8 +148,8 @@ def modules_of_plan(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str
     for pattern, style in plan.items():
         if style not in STYLES:
             raise UserError(
-                f"strategy tensor_parallel: {pattern} is to be shared as {style!r}",
-                hint=f"ways are {', '.join(STYLES)}; give strategy.args.plan",
+                f"strategy tensor_parallel: unknown sharding style {style!r} of {pattern}",
+                hint=f"styles are {', '.join(STYLES)}; correct strategy.args.plan",
             )
         fitting = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
         if not fitting:
@@ -158,14 +158,14 @@ def modules_of_plan(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str
     return chosen
 
 
-def share_layers(model: torch.nn.Module, mesh: DeviceMesh, chosen: Mapping[str, str]) -> None:
+def shard_layers(model: torch.nn.Module, mesh: DeviceMesh, chosen: Mapping[str, str]) -> None:
     """Shard a model's layers over the ranks of a device mesh; ``chosen`` is the style by name of module.
 
     Raises:
         UserError: A weight cannot be sharded in its style.
     """
     for name, style in chosen.items():
-        if style in CUT_DIMENSION:
+        if style in SHARD_DIMENSION:
             check_can_be_cut(name, model.get_submodule(name), style, mesh.size())
     tied = _tied(model)
     parallelize_module(model, mesh, {name: STYLES[style]() for name, style in chosen.items()})
@@ -182,11 +182,11 @@ def check_can_be_cut(name: str, module: torch.nn.Module, style: str, num_ranks: 
             f"strategy tensor_parallel: {name} is a {type(module).__name__}, which cannot be cut",
             hint="Linear and Embedding can",
         )
-    length = weight.shape[CUT_DIMENSION[style]]
+    length = weight.shape[SHARD_DIMENSION[style]]
     if style != "embedding" and length % num_ranks:
         raise UserError(
             f"strategy tensor_parallel: {name} has {length} "
-            f"{'inputs' if CUT_DIMENSION[style] else 'outputs'}, which {num_ranks} ranks cannot share",
+            f"{'inputs' if SHARD_DIMENSION[style] else 'outputs'}, which {num_ranks} ranks cannot share",
             hint="set strategy.args.degree to a divisor, or leave it out of strategy.args.plan",
         )
 

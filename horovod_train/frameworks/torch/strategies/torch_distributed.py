@@ -10,8 +10,8 @@ import torch.distributed as dist
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.comm.collectives import with_tensors
-from horovod_train.frameworks.torch.comm.process_group import group_among, start_process_group
+from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
+from horovod_train.frameworks.torch.comm.process_group import init_process_group, new_subgroup
 from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement, Strategy
 
 
@@ -22,19 +22,19 @@ class TorchDistributed(Strategy):
 
     def __init__(self, mesh: Mesh, job: Job) -> None:
         self._mesh = mesh
-        self._ranks = with_tensors(mesh.world)
-        self._data = with_tensors(mesh.data)
+        self._ranks = tensor_communicator(mesh.world)
+        self._data = tensor_communicator(mesh.data)
         self._job = job
 
-    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> torch.nn.Module:
         """Start PyTorch's process group; return the model on its device."""
-        self._start_groups(placing.device)
-        return placing(model)
+        self._start_groups(move_to_device.device)
+        return move_to_device(model)
 
     def _start_groups(self, device: torch.device) -> None:
         """Start PyTorch's process group, and the group of data-parallel ranks."""
-        start_process_group(self._ranks, device, self._job.health)
-        self._group = group_among(self._mesh.axes.data_groups(), self._job.health)
+        init_process_group(self._ranks, device, self._job.health)
+        self._group = new_subgroup(self._mesh.axes.data_groups(), self._job.health)
 
     def sum_in_pass(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a tensor's sum over the data-parallel ranks."""

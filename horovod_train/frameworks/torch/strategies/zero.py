@@ -30,7 +30,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import BucketLayout
 from horovod_train.frameworks.torch.comm.buckets import Bucket, Slot
-from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.comm.gradient_pipeline import GradientPipeline
 from horovod_train.frameworks.torch.comm.scattered import ScatteredMessage
 from horovod_train.frameworks.torch.state.elementwise import check_elementwise, move_state
@@ -71,7 +71,7 @@ class Zero(Strategy):
     capabilities = Capabilities(sharded=True)
 
     def __init__(self, mesh: Mesh, job: Job, *, stage: int = 2) -> None:
-        self._ranks = with_tensors(mesh.data)
+        self._ranks = tensor_communicator(mesh.data)
         self._bucket_size_bytes = int(job.allreduce.bucket_size_mib * 2**20)
         self._sends_each = stage == 2
         self._pipeline: GradientPipeline | None = None

@@ -78,7 +78,7 @@ def generators_of(task: Any) -> list[str]:
     return [name for name, value in vars(task).items() if isinstance(value, GeneratorType)]
 
 
-def counted_state(task: Any, model: torch.nn.Module) -> object:
+def counter_state(task: Any, model: torch.nn.Module) -> object:
     """Return the Python state of a task and a model and the model's integer buffers, for comparison."""
     counters = [
         buffer.tolist()

@@ -32,11 +32,11 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError, describe_ranks, result_of, translated
 from horovod_train.frameworks.base import StepClock
-from horovod_train.frameworks.torch.comm.collectives import broadcast_model, with_tensors
+from horovod_train.frameworks.torch.comm.collectives import broadcast_model, tensor_communicator
 from horovod_train.frameworks.torch.comm.exchange import wide_type
 from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state
 from horovod_train.frameworks.torch.state.local_tensors import optimizer_tensors
-from horovod_train.frameworks.torch.verify.task_copy import SharedState, counted_state
+from horovod_train.frameworks.torch.verify.task_copy import SharedState, counter_state
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class StrategyVerifier:
         self._job = job
         self.reference = reference
         self._replica = replica
-        self._world = with_tensors(world)
+        self._world = tensor_communicator(world)
         self._is_explained = is_explained
         self._state: object = None
         self._shared = SharedState(replica.task, reference.model)
@@ -144,7 +144,7 @@ class StrategyVerifier:
             return
         random_state = rng_state()
         self._shared.remember()
-        self._state = counted_state(self.reference.task, self.reference.model)
+        self._state = counter_state(self.reference.task, self.reference.model)
         self.reference.begin(step)
         plain_step = _rerun(step, copied)
         with self._replica.strategy.same_random_state(self.reference.model, plain_step) as alike:
@@ -164,7 +164,7 @@ class StrategyVerifier:
 
     def _check_state(self) -> None:
         """Compare more steps if the step has changed state that may affect later steps."""
-        if counted_state(self.reference.task, self.reference.model) != self._state:
+        if counter_state(self.reference.task, self.reference.model) != self._state:
             self._num_steps = NUM_STEPS_WITH_STATE
 
     def _copied(self, micro_batches: list[Any]) -> list[Any] | None:
@@ -285,7 +285,7 @@ class StrategyVerifier:
             return
         what, found, expected, stage = everyone[seen[0]]
         strategy = self._job.strategy.name
-        later = "" if self._num_made == 0 else " It was alike before: state kept in Python may be the reason."
+        later = "" if self._num_made == 0 else " Earlier steps agreed: state in Python may be the reason."
         raise UserError(
             f"strategy {strategy} does not train this model as one process does: in step "
             f"{self._num_made + 1} of this process {what} is {found} on {describe_ranks([seen[0]])}, and "

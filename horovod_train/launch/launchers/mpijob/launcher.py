@@ -22,7 +22,7 @@ from horovod_train.launch.base import (
     PolledLauncher,
     Submitted,
 )
-from horovod_train.launch.jobs import end_of, record_end
+from horovod_train.launch.jobs import record_end, recorded_end
 from horovod_train.launch.launchers.mpijob.cluster import Cluster, LogInterruptedError, Pod, UnreachableError
 from horovod_train.launch.launchers.mpijob.document import (
     Manifest,
@@ -117,7 +117,7 @@ class MpiJobLauncher(PolledLauncher):
 
     def status(self, job: Submitted) -> JobStatus:
         """Return the status of a job."""
-        known = end_of(job.job_id)
+        known = recorded_end(job.job_id)
         if known is not None and known.state in FINAL:
             return known  # even if the MPIJob was deleted since
         with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
@@ -225,7 +225,7 @@ class _Reader:
 def _status(job: Submitted, cluster: Cluster) -> JobStatus:
     """Return the status of a job. The final status is recorded, because MPIJobs are deleted later."""
     found = _Place(job).find(cluster)
-    known = end_of(job.job_id)
+    known = recorded_end(job.job_id)
     if found is None or (known is not None and known.state == "cancelled"):
         gone = JobStatus(
             "unknown", 1, "the MPIJob does not exist any more; run.log and checkpoints are in its run_dir"

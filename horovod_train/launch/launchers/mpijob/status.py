@@ -18,7 +18,7 @@ from horovod_train.launch.launchers.mpijob.render import (
 )
 
 Warned = tuple[str, str]
-CANCELLED_MESSAGE = "asked to save and leave, then deleted; checkpoints are in its run_dir"
+CANCELLED_MESSAGE = "drain requested, then deleted; checkpoints are in its run_dir"
 # Time that the operator may need to record the end of a launcher, in seconds.
 UNNOTICED_S = 60.0
 # Reasons of warnings of permanent errors.
@@ -34,7 +34,7 @@ _MAY_PASS = re.compile(
 def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
     """Return the status of an MPIJob."""
     name = text(mpi_job, "metadata", "name")
-    if (going := _going(mpi_job, cluster)) is not None:
+    if (going := _termination_status(mpi_job, cluster)) is not None:
         return going
     conditions = {
         text(condition, "type"): text(condition, "message")
@@ -50,7 +50,7 @@ def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
         return _suspended(mpi_job, cluster)
     if "Running" in conditions:
         return JobStatus("running", message=_why_waiting(cluster, name, cluster.warnings(mpi_job)))
-    return _before_running(mpi_job, cluster, is_taken_up="Created" in conditions)
+    return _before_running(mpi_job, cluster, is_accepted="Created" in conditions)
 
 
 def ended_at(mpi_job: Manifest) -> datetime | None:
@@ -68,15 +68,15 @@ def running_pods(cluster: Cluster, name: str) -> list[Pod]:
     return [pod for pod in pods if not pod.has_ended]
 
 
-def _going(mpi_job: Manifest, cluster: Cluster) -> JobStatus | None:
+def _termination_status(mpi_job: Manifest, cluster: Cluster) -> JobStatus | None:
     """Return the status of a job that was cancelled or deleted; None: it was not."""
     metadata = section(mpi_job, "metadata")
     if CANCELLED in section(metadata, "annotations"):
         if running_pods(cluster, text(metadata, "name")):
-            return JobStatus("leaving", message="cancelled: its ranks were asked to save and leave")
+            return JobStatus("leaving", message="cancelled: its ranks were drain requested")
         return JobStatus("cancelled", 143, CANCELLED_MESSAGE)
     if "deletionTimestamp" in metadata:
-        return JobStatus("leaving", message="it was deleted; its pods are going")
+        return JobStatus("leaving", message="it was deleted; its pods are terminating")
     return None
 
 
@@ -86,27 +86,27 @@ def _suspended(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
             "waiting", message="suspended: by its queue, or until spec.runPolicy.suspend is false"
         )
     if running_pods(cluster, text(mpi_job, "metadata", "name")):
-        return JobStatus("leaving", message="suspended: its ranks were asked to save and leave")
+        return JobStatus("leaving", message="suspended: its ranks were drain requested")
     return JobStatus(
         "preempted",
         75,
-        "suspended: its ranks were asked to save and leave, and have left; run.log in its folder tells "
+        "suspended: its ranks were drain requested, and have left; run.log in its folder tells "
         "whether they saved (ranks that hang cannot)",
     )
 
 
-def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_taken_up: bool) -> JobStatus:
+def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_accepted: bool) -> JobStatus:
     warnings = cluster.warnings(mpi_job)
     if fatal := fatal_warning(warnings):
         return JobStatus("failed", 1, fatal)
     why = _why_waiting(cluster, text(mpi_job, "metadata", "name"), warnings)
-    if is_taken_up or why:  # the operator sets no condition while it cannot create workers
+    if is_accepted or why:  # the operator sets no condition while it cannot create workers
         return JobStatus("starting", message=why)
     return JobStatus(
         "waiting",
-        message="the MPI operator has not taken it up; is it running? "
+        message="the MPI operator has not processed it; check that it runs: "
         "`kubectl get pods --all-namespaces | grep mpi-operator`. "
-        "Where it could not create the workers of a job of this name, it lets up to 17 minutes pass",
+        "After it failed to create the workers of a job of this name, it retries after up to 17 minutes",
     )
 
 

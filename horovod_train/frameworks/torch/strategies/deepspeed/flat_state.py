@@ -77,11 +77,11 @@ class FlatState:
 
     def local_tensors(self) -> dict[str, LocalTensor]:
         """Return weights and buffers by name; with stage 3, this rank's shards of the weights."""
-        self._give_back()
+        self._reshard()
         tensors = self._model.state_dict(keep_vars=True)
         return {name: self._local_tensor_of(tensor) for name, tensor in tensors.items()}
 
-    def _give_back(self) -> None:
+    def _reshard(self) -> None:
         """Reshard the parameters that passes have left gathered or in flight (stage 3)."""
         if self._stage == 3:
             self._made._partition_all_parameters()  # noqa: SLF001  (no public API)
@@ -125,7 +125,7 @@ class FlatState:
         shown = clone_optimizer(base, groups)
         for same in self._by_flat(weights):
             flat = same[0][0].flat
-            with self._at_hand(same[0][0], is_changed=False) as is_on_disk:
+            with self._in_memory(same[0][0], is_changed=False) as is_on_disk:
                 for piece, weight in same if flat in base.state else ():
                     shown.state[weight] = {
                         key: _copied(piece.of(value), is_on_disk) if is_like(value, flat) else value
@@ -136,10 +136,10 @@ class FlatState:
     @torch.no_grad()
     def update_from(self, shown: torch.optim.Optimizer) -> None:
         """Copy the model's weights and the state of ``shown``, a result of ``optimizer``, to DeepSpeed."""
-        self._give_back()
+        self._reshard()
         for same in self._by_flat([weight for group in shown.param_groups for weight in group["params"]]):
             number, flat = same[0][0].number, same[0][0].flat
-            with self._at_hand(same[0][0], is_changed=True):
+            with self._in_memory(same[0][0], is_changed=True):
                 flat.data.copy_(self._weights_of(number))
                 entries = [(piece, shown.state.get(weight) or {}) for piece, weight in same]
                 replace_state(self._made.optimizer.state[flat], joined(flat, entries))
@@ -160,7 +160,7 @@ class FlatState:
         return list(found.values())
 
     @contextmanager
-    def _at_hand(self, piece: Piece, *, is_changed: bool) -> Iterator[bool]:
+    def _in_memory(self, piece: Piece, *, is_changed: bool) -> Iterator[bool]:
         """Load a slice's flat tensor and its state into memory for the block; yield whether it is on disk."""
         made = self._made
         if self._stage != 3 or not made._swappable_optimizer_subgroup(piece.number):  # noqa: SLF001

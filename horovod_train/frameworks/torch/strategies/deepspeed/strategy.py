@@ -84,14 +84,14 @@ class DeepSpeed(TorchDistributed):
 
     # -- the model
 
-    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> torch.nn.Module:
         """Start PyTorch's process group; return rank 0's model on this rank's device.
 
         Raises:
             UserError: DeepSpeed is missing, or the model cannot be trained with it.
         """
-        self._device = placing.device
-        self._deepspeed = imported(placing.device)
+        self._device = move_to_device.device
+        self._deepspeed = imported(move_to_device.device)
         for name, parameter in model.named_parameters():
             if parameter.dtype != torch.float32:
                 dtype = str(parameter.dtype).removeprefix("torch.")
@@ -100,12 +100,12 @@ class DeepSpeed(TorchDistributed):
                     hint="make the model in float32 (train.precision: bf16 computes in bfloat16), or use "
                     "strategy: fsdp",
                 )
-        if placing.device.type == "cpu" and "cpu" in self._offload.values() and self._ranks.rank == 0:
+        if move_to_device.device.type == "cpu" and "cpu" in self._offload.values() and self._ranks.rank == 0:
             log.warning("strategy.args.offload_*: cpu has no effect without a GPU")
-        self._start_groups(placing.device)
+        self._start_groups(move_to_device.device)
         self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # uses the started group
         broadcast_model(model, self._ranks)
-        return placing(model)
+        return move_to_device(model)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to a model and its optimizer, which DeepSpeed shards.
@@ -265,7 +265,7 @@ class DeepSpeed(TorchDistributed):
 
     def update(self, clip_grad_norm: float | None) -> float:
         """Perform the update, which DeepSpeed skips if the gradient is not finite; return the norm."""
-        assert clip_grad_norm == self._job.train.clip_grad_norm, "it was told before"
+        assert clip_grad_norm == self._job.train.clip_grad_norm, "differs from DeepSpeed's configuration"
         self._has_gradients = False
         for group, ours in zip(self._made.param_groups, self._optimizer.param_groups, strict=True):
             group["lr"] = ours["lr"]
@@ -293,7 +293,7 @@ class DeepSpeed(TorchDistributed):
             return
         self._has_gradients = False
         self._divisor = 1.0
-        with left_out(self._made, self._stage):  # on all ranks, because all have the same loss
+        with forced_skip(self._made, self._stage):  # on all ranks, because all have the same loss
             self._step()
 
     # -- checkpoints
@@ -331,7 +331,7 @@ def refusal(error: Exception) -> UserError:
 
 
 @contextmanager
-def left_out(made: Any, stage: int) -> Iterator[None]:
+def forced_skip(made: Any, stage: int) -> Iterator[None]:
     """Let DeepSpeed treat the gradient as not finite, and skip the update, during the block.
 
     In float32, DeepSpeed checks only the norm, which can be finite if the loss of a rank is not.

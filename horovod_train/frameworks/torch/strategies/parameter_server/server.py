@@ -241,7 +241,7 @@ class ServerConnection:
                 raise self._failure
             if monotonic() - begun > self._timeout_s:
                 absent = self._server.ranks_behind(at_least)
-                who = f"; {describe_ranks(absent)} came no further" if absent else ""
+                who = f"; {describe_ranks(absent)} have not sent their gradients" if absent else ""
                 raise LostError(
                     f"strategy parameter_server: rank {self._rank} {doing} for {self._timeout_s:.0f} s{who}; "
                     "ended after health.stall_shutdown_s"

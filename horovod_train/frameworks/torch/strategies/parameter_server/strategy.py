@@ -28,7 +28,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import NumericError, UserError
-from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.comm.mpi import mpi
 from horovod_train.frameworks.torch.state.local_tensors import (
     LocalTensor,
@@ -63,7 +63,7 @@ class ParameterServer(Strategy):
     )
 
     def __init__(self, mesh: Mesh, job: Job, *, max_staleness: int = 4, meet_every_steps: int = 100) -> None:
-        self._ranks = with_tensors(mesh.data)
+        self._ranks = tensor_communicator(mesh.data)
         self._max_staleness = max_staleness
         self._meet_every_steps = meet_every_steps
         self._timeout_s = job.health.stall_shutdown_s
@@ -71,7 +71,7 @@ class ParameterServer(Strategy):
         self._line: ServerConnection | None = None
         if self._ranks.size > 1 and not self._ranks.is_over_mpi:
             raise UserError(
-                "strategy parameter_server: it needs MPI, and these ranks talk over Gloo",
+                "strategy parameter_server: it requires MPI, and this run uses Gloo",
                 hint="start them with launch.controller: mpi, or use strategy: allreduce",
             )
         if self._ranks.rank == 0:
@@ -105,17 +105,17 @@ class ParameterServer(Strategy):
 
     def _start(self) -> ServerConnection:
         """Start serving the current weights, which must be equal on all ranks; every rank must call it."""
-        self._take_up()
+        self._copy_weights_to_server()
         comm = None
         if self._ranks.size > 1:
             comm = mpi().COMM_WORLD.Dup()
             assert comm.rank == self._ranks.rank, "MPI and Horovod number ranks alike"
         connection = ServerConnection(comm, self._ranks.rank, self._layouts, self._server, self._timeout_s)
-        self._ranks.before_closing(connection.close)
+        self._ranks.call_at_close(connection.close)
         return connection
 
     @torch.no_grad()
-    def _take_up(self) -> None:
+    def _copy_weights_to_server(self) -> None:
         for name, served in self._served.items():
             served.copy_(self._named[name])
 
@@ -218,4 +218,4 @@ class ParameterServer(Strategy):
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Copy the loaded weights to this rank's server."""
         super().load_rank_states(of_ranks)
-        self._take_up()
+        self._copy_weights_to_server()

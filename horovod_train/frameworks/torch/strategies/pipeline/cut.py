@@ -27,7 +27,7 @@ from horovod_train.frameworks.torch.strategies.pipeline.graph_stages import grap
 from horovod_train.frameworks.torch.strategies.pipeline.lengths import PARTS_HINT
 from horovod_train.frameworks.torch.strategies.pipeline.stages import NUM_TIMED, Balance, Pieces, Stage
 
-ABOUT_EVEN = 1.1
+MAX_IMBALANCE = 1.1
 """Largest factor by which cuts that fewer tensors cross may increase the largest cost of a stage."""
 
 
@@ -134,17 +134,17 @@ def best_cuts(costs: Sequence[float], widths: Mapping[int, int], num_stages: int
             hint="use fewer stages (strategy.args.stages, chunks_per_rank), or give the task "
             "pipeline_parts(model)",
         )
-    num_empty, dearest, cuts = _even_cuts(costs, widths, num_stages)
+    num_empty, dearest, cuts = _balanced_cuts(costs, widths, num_stages)
     for width in sorted(set(widths.values())):
         narrow = [place for place, crossing in widths.items() if crossing <= width]
         if len(narrow) >= num_stages - 1:
-            narrow_empty, found, narrow_cuts = _even_cuts(costs, narrow, num_stages)
-            if narrow_empty == num_empty and found <= ABOUT_EVEN * dearest:
+            narrow_empty, found, narrow_cuts = _balanced_cuts(costs, narrow, num_stages)
+            if narrow_empty == num_empty and found <= MAX_IMBALANCE * dearest:
                 return narrow_cuts
     return cuts
 
 
-def _even_cuts(costs: Sequence[float], allowed: Collection[int], num_stages: int) -> _Cuts:
+def _balanced_cuts(costs: Sequence[float], allowed: Collection[int], num_stages: int) -> _Cuts:
     """Return the cuts with the fewest stages without cost and, among these, the minimal largest cost."""
     before = [0.0]
     for cost in costs:

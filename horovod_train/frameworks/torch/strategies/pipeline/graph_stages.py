@@ -209,7 +209,7 @@ class _Traced:
                 raise UserError(
                     f"strategy pipeline: the attribute {f'{name}.{changed}'.removeprefix('.')!r} of "
                     "the model has "
-                    "changed since it was cut into stages, which have its value of then",
+                    "changed since it was split into stages, which contain the previous value",
                     hint="keep it in a buffer, in a module inside of a stage, or give it to the "
                     "model as an input",
                 )

@@ -58,7 +58,7 @@ class Kind:
 
 Kinds = list[Kind | None]
 Tensors = list[torch.Tensor | None]
-_Coming = tuple[Tensors, list[Any]]
+_PendingReceive = tuple[Tensors, list[Any]]
 
 
 class Messages:
@@ -70,7 +70,7 @@ class Messages:
         self._known: dict[Hashable, dict[Route, Kinds]] = defaultdict(dict)
         self._signature: Hashable = None
         self._sent: list[tuple[Route, Any, torch.Tensor]] = []
-        self._coming: dict[Route, _Coming] = {}
+        self._coming: dict[Route, _PendingReceive] = {}
 
     def begin(self, signature: Hashable) -> None:
         """Begin a step; ``signature`` identifies the kind of its micro-batches."""
@@ -91,13 +91,13 @@ class Messages:
         known = self._known[self._signature]
         kinds: Kinds = [t if t is None else Kind(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         if route not in known:
-            self._send(_head_of(kinds), route, 0)
+            self._send(_encode_specs(kinds), route, 0)
             known[route] = kinds
         elif known[route] != kinds:
             raise WorldError(
                 f"strategy pipeline: {route.name}: {kinds}, which were {known[route]} for micro-batches of "
                 "the same shapes",
-                hint="what stages hand on must have shapes that follow from those of the model's inputs",
+                hint="shapes of tensors between stages must depend only on the shapes of the model's inputs",
             )
         for at, tensor in enumerate(tensors, 1):
             if tensor is not None:
@@ -131,7 +131,7 @@ class Messages:
                 received.requires_grad_(kind.requires_grad)
         return tensors
 
-    def _begin(self, kinds: Sequence[Kind | None], route: Route) -> _Coming:
+    def _begin(self, kinds: Sequence[Kind | None], route: Route) -> _PendingReceive:
         tensors: Tensors = [
             None if kind is None else torch.empty(kind.shape, dtype=kind.dtype, device=self._device)
             for kind in kinds
@@ -152,7 +152,7 @@ def _tag(route: Route, at: int) -> int:
     return route.number * TENSORS_PER_MESSAGE + at
 
 
-def _head_of(kinds: Sequence[Kind | None]) -> torch.Tensor:
+def _encode_specs(kinds: Sequence[Kind | None]) -> torch.Tensor:
     numbers = [len(kinds)]
     for kind in kinds:
         if kind is None:

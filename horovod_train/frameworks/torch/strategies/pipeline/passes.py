@@ -185,6 +185,7 @@ def _check_can_cross(results: Sequence[object], route: Route) -> None:
     for result in results:
         if result is not None and not isinstance(result, torch.Tensor):
             raise UserError(
-                f"strategy pipeline: a {type(result).__name__} is handed on, as {route.name}; tensors can be",
+                f"strategy pipeline: a stage returns a {type(result).__name__} ({route.name}); only "
+                "tensors can be sent to the next stage",
                 hint="let parts of pipeline_parts(model) return a tensor or a tuple of tensors",
             )

@@ -23,7 +23,7 @@ import torch
 
 from horovod_train.errors import UserError
 from horovod_train.frameworks.randomness import mix
-from horovod_train.frameworks.reader import own_seeds
+from horovod_train.frameworks.reader import seeded_generators
 
 Function = Callable[[Any, Any], Any]
 """A task's ``loss`` or ``metrics``, which receives a model and a batch."""
@@ -198,6 +198,6 @@ def drawing_by_stage(
 def seeded(seed: int) -> Iterator[None]:
     """Seed all random generators of this rank during the block, and restore their states after it."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices), own_seeds(seed):
+    with torch.random.fork_rng(devices), seeded_generators(seed):
         torch.manual_seed(seed)
         yield

@@ -26,7 +26,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm.buckets import to_local
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model
-from horovod_train.frameworks.torch.comm.process_group import new_group, set_timeout, start_process_group
+from horovod_train.frameworks.torch.comm.process_group import init_process_group, new_group, set_timeout
 from horovod_train.frameworks.torch.state.elementwise import check_separable
 from horovod_train.frameworks.torch.state.local_tensors import LocalTensor, whole_parameters
 from horovod_train.frameworks.torch.state.shards import (
@@ -47,7 +47,7 @@ from horovod_train.frameworks.torch.strategies.pipeline.stand_ins import (
 from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     modules_of_plan,
     plan_of,
-    share_layers,
+    shard_layers,
 )
 from horovod_train.frameworks.torch.verify.task_copy import copy_of_task
 
@@ -97,16 +97,16 @@ class Pipeline(ModelParallel):
 
     # -- the model
 
-    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> torch.nn.Module:
         """Split rank 0's model into stages, and free the weights that this rank's stages do not use.
 
         Raises:
             UserError: The model cannot be split into so many stages.
         """
-        task, example = placing.task, placing.example
+        task, example = move_to_device.task, move_to_device.example
         assert task is not None
         assert example is not None
-        start_process_group(self._world, placing.device, self._job.health)
+        init_process_group(self._world, move_to_device.device, self._job.health)
         broadcast_model(model, self._world)
         parts_of = getattr(task, "pipeline_parts", None)
         stages = cut_model(
@@ -116,17 +116,17 @@ class Pipeline(ModelParallel):
             self._axes.pipeline * self._num_chunks,
             self._world,
             self._balance,
-            placing.another,
+            move_to_device.another,
         )
         self._firsts = [stage.first for stage in stages]
         self._place = self._placed(stages)
         self._tied = self._find_tied(model, stages)
         self._owns = self._names_of_stage(model, stages)
-        keep_only(model, self._owns, placing.device)
+        keep_only(model, self._owns, move_to_device.device)
         if self._axes.tensor > 1:
-            self._share_layers(model, stages, placing)
-        self._device = placing.device
-        self._messages = Messages(self._world, placing.device)
+            self._share_layers(model, stages, move_to_device)
+        self._device = move_to_device.device
+        self._messages = Messages(self._world, move_to_device.device)
         return model
 
     def _placed(self, stages: Sequence[Stage]) -> Place:
@@ -141,12 +141,12 @@ class Pipeline(ModelParallel):
         return Place(rank, own_ranks, own_groups, own)
 
     def _share_layers(
-        self, model: torch.nn.Module, stages: Sequence[Stage], placing: DevicePlacement
+        self, model: torch.nn.Module, stages: Sequence[Stage], move_to_device: DevicePlacement
     ) -> None:
         """Shard this rank's layers along the tensor axis."""
         axes = self._axes
         whole = init_device_mesh(
-            placing.device.type,
+            move_to_device.device.type,
             (axes.data, axes.pipeline, axes.tensor),
             mesh_dim_names=("data", "pipeline", "tensor"),
         )
@@ -164,7 +164,7 @@ class Pipeline(ModelParallel):
                 hint="leave its module out of strategy.args.plan",
             )
         own = {name: style for name, style in plan.items() if any(s.owns(name) for s in self._place.stages)}
-        share_layers(model, whole["tensor"], own)
+        shard_layers(model, whole["tensor"], own)
 
     def _find_tied(self, model: torch.nn.Module, stages: Sequence[Stage]) -> list[Tied]:
         """Return the parameters that this rank and other ranks of its pipeline use."""
@@ -269,7 +269,7 @@ class Pipeline(ModelParallel):
                 batches,
                 len(shares),
                 weighted,
-                lambda at: nullcontext() if shares[at] else context.not_counted(),
+                lambda at: nullcontext() if shares[at] else context.excluded_from_statistics(),
             )
             self._check_same_trained()
             order = order_of(

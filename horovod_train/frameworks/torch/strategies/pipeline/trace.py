@@ -40,7 +40,7 @@ from horovod_train.frameworks.torch.strategies.pipeline.lengths import (
     same_number,
 )
 
-MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye")
+FACTORY_FUNCTIONS = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye")
 """Functions that create tensors from numbers, which ``torch.fx`` does not trace."""
 IS_RANDOM = "horovod_train.is_random"
 """Key in ``node.meta``: whether the node has drawn random numbers for the example."""
@@ -73,7 +73,7 @@ def trace(model: torch.nn.Module, example: Mapping[str, Any], opened: Collection
         graphs = [_traced(model.train(mode), example, opened) for mode in (True, False)]
     finally:
         model.train(was_training)
-    _join_modes(model, *graphs)
+    _merge_modes(model, *graphs)
     return graphs[0]
 
 
@@ -91,7 +91,7 @@ def _traced(model: torch.nn.Module, example: Mapping[str, Any], opened: Collecti
             _writes_seen_by(tracer, modules),
             lengths_seen(modules.values()),
             _entered(model, list(example)),
-            _Glue(tracer, weights),
+            _UntracedOperationCheck(tracer, weights),
             torch.set_grad_enabled(model.training),
         ):
             graph = tracer.trace(model)
@@ -164,14 +164,13 @@ def _check_hooks(name: str, module: torch.nn.Module) -> None:
     """Refuse backward hooks on an opened module, because stages do not call it."""
     if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001  (no public API)
         raise UserError(
-            f"strategy pipeline: {name or 'the model'} has a backward hook, and is cut into stages, "
-            "which are called "
-            "in its place",
+            f"strategy pipeline: {name or 'the model'} has a backward hook, which would not be "
+            "called, because stages replace this module",
             hint="register the hook with a module inside of a stage, or use strategy: fsdp or allreduce",
         )
 
 
-def _join_modes(model: torch.nn.Module, training: fx.Graph, evaluation: fx.Graph) -> None:
+def _merge_modes(model: torch.nn.Module, training: fx.Graph, evaluation: fx.Graph) -> None:
     """Replace arguments that differ between the two graphs, in the first one, by the model's ``training``.
 
     Raises:
@@ -322,7 +321,7 @@ def modes() -> tuple[object, ...]:
     )
 
 
-class _Glue(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _UntracedOperationCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Check of operations on tensors that depend on no input, which the tracer does not record.
 
     Their results become constants of the graph, which is correct only if they are equal for each batch.
@@ -367,7 +366,7 @@ def _entered(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
 @contextmanager
 def _makers_seen_by(tracer: _Tracer) -> Iterator[None]:
     """Trace functions that create tensors from traced numbers, during the block."""
-    before = {name: getattr(torch, name) for name in MAKERS}
+    before = {name: getattr(torch, name) for name in FACTORY_FUNCTIONS}
 
     def seen(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
