@@ -1,9 +1,8 @@
 """The bucket pipeline: gradients fill buckets during the backward pass, and full buckets are summed.
 
     a parameter's gradient is complete -> the gradient is copied into its bucket
-    the last gradient of a bucket      -> the bucket's collectives start (``BucketExchange``: data and
-    collectives) after the backward pass            -> incomplete buckets are sent; the rank waits for all
-    collectives
+    the last gradient of a bucket      -> the bucket's collectives start (``BucketExchange``)
+    after the backward pass            -> incomplete buckets are sent; the rank waits for all collectives
 
 The layout of buckets depends only on the parameters, so the order of additions is fixed: results are
 bitwise reproducible. A trailer is summed in each step, within the last bucket or separately:
