@@ -173,7 +173,7 @@ class Bench:
         )
         strategy.bind(model, made)
         replica = TorchReplica(
-            model=model, optimizer=made, strategy=strategy, world=world or SingleRank(), train=job.train,
+            model=model, optimizer=made, strategy=strategy, data_ranks=world or SingleRank(), train=job.train,
             task=Task(), health=job.health, lag_steps=LAG_STEPS,
         )  # fmt: skip
         if recorder is not None:

@@ -1,6 +1,6 @@
 """Parts of a user's own training loop: steps, the sharded loader, checkpoints and preemption.
 
-A step of such a loop ends like a step of a job: ``training/loop.py`` records it and calls the same hooks.
+``training/loop.py`` records a step of such a loop like one of a job, and calls the hooks that observe it.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def prepare_replica(
         forward_model=strategy.forward_module(model),
         optimizer=optimizer,
         strategy=strategy,
-        world=mesh.data,
+        data_ranks=mesh.data,
         all_ranks=mesh.world,
         train=job.train,
         health=job.health,

@@ -1,7 +1,7 @@
 """Writing of checkpoints, removal of old ones, and selection of the one to resume from.
 
 If replicas are identical, rank 0 writes. If the model is sharded, the first rank that has an array writes it.
-Every rank reads and verifies what it loads itself; no state is broadcast.
+Every rank itself reads and verifies the state that it loads; no state is broadcast.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class CheckpointManager:
                 self.last_write_s = perf_counter() - started
             else:
                 writing.write_part(self._world.rank, content)
-        except (CheckpointError, OSError, ValueError) as problem:  # ValueError: a damaged note
+        except (CheckpointError, OSError, ValueError) as problem:  # ValueError: damaged note (writing.py)
             error = str(problem)
         if self._world.rank == 0:
             self._report(writing, started, size_bytes, error)
@@ -403,7 +403,7 @@ class CheckpointManager:
 
     def _take_lock(self) -> None:
         """Lock the folder for this run: a second run would remove the first run's checkpoints."""
-        problem = ""
+        problem = hint = ""
         if self._world.rank == 0:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -412,12 +412,14 @@ class CheckpointManager:
                 store.remove_leftovers(self.directory)
             except BlockingIOError:
                 problem = f"another run is writing checkpoints to {self.directory}"
+                hint = "wait for it, or give this job another name"
             except OSError as error:
                 problem = f"cannot use {self.directory} for checkpoints: {error.strerror}"
-        problem = broadcast_json(self._world, problem)
+                hint = "set checkpoint.dir or run_dir to a writable folder"
+        problem, hint = broadcast_json(self._world, [problem, hint])
         if problem:
             self._release_lock()
-            raise OperationalError(problem, hint="wait for it, or give this job another name")
+            raise OperationalError(problem, hint=hint)
 
     def _release_lock(self) -> None:
         if self._lock is not None:
@@ -430,7 +432,7 @@ class CheckpointManager:
         except OSError as error:
             if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
                 raise
-            log.warning("%s has no locks: start one run of this name at a time", self.directory)
+            log.warning("%s does not support locks: start one run of this name at a time", self.directory)
 
 
 def _by_rank(pieces: Sequence[bytes]) -> dict[str, ArrayBlob]:

@@ -295,7 +295,11 @@ STAGES_CANNOT = (
     Refused("train.channels_last", "stages exchange contiguous tensors", "leave it out"),
     Refused("train.compile", "the strategy calls the stages, not the compiled model", "leave it out"),
     NO_GRAPHS,
-    Refused("allreduce.codec", "residuals are stored for whole weights", "leave it out"),
+    Refused(
+        "allreduce.codec",
+        "residuals (unsent parts of gradients) are stored only for whole weights",
+        "leave it out",
+    ),
 )
 
 STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
@@ -345,7 +349,11 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             NO_FP16,
             Refused("train.channels_last", "weights are sharded as contiguous tensors", "leave it out"),
             NO_GRAPHS,
-            Refused("allreduce.codec", "residuals are stored for whole weights", "leave it out"),
+            Refused(
+                "allreduce.codec",
+                "residuals (unsent parts of gradients) are stored only for whole weights",
+                "leave it out",
+            ),
         ),
         axes=lambda world_size, arguments: Axes.of(world_size, tensor=arguments.degree),
     ),

@@ -48,15 +48,15 @@ class Support:
 def _only_torch(framework: str) -> tuple[Refused, ...]:
     """Return the fields that only the replica of the framework torch implements."""
     return (
-        Refused("ema", f"weights are averaged with framework: torch, not {framework}", "leave it out"),
+        Refused("ema", f"averaging of weights requires framework: torch, not {framework}", "leave it out"),
         Refused(
             "train.sync_batch_norm",
-            f"layers are synchronized with framework: torch, not {framework}",
+            f"synchronized batch normalization requires framework: torch, not {framework}",
             "leave it out, or use framework: torch",
         ),
         Refused(
             "train.average_buffers",
-            f"buffers are averaged with framework: torch, not {framework}",
+            f"averaging of buffers requires framework: torch, not {framework}",
             "leave it out, or use framework: torch",
         ),
     )
@@ -68,7 +68,7 @@ def _compiles_itself(framework: str) -> tuple[Refused, ...]:
         *_only_torch(framework),
         Refused(
             "train.compile",
-            f"is torch.compile's; {framework} compiles steps by itself",
+            f"applies torch.compile; {framework} compiles steps by itself",
             "leave it out",
         ),
         Refused("train.cuda_graph", f"is PyTorch's; {framework} compiles steps by itself", "leave it out"),
@@ -92,7 +92,9 @@ def _compiles_itself(framework: str) -> tuple[Refused, ...]:
             "is a limit for activations in PyTorch",
             "recompute inside of the task's model, or use framework: torch",
         ),
-        Refused("train.initial_weights", "are PyTorch's names", "load weights in the task's model()"),
+        Refused(
+            "train.initial_weights", "contains names of a PyTorch model", "load weights in the task's model()"
+        ),
     )
 
 
@@ -102,7 +104,7 @@ def _keeps_its_model(framework: str) -> tuple[Refused, ...]:
         *_only_torch(framework),
         Refused(
             "train.compile",
-            f"does not reach the model: {framework} calls it",
+            f"has no effect, because {framework} calls the model, not the job",
             "call torch.compile in the task's model()",
         ),
         Refused(
@@ -112,17 +114,17 @@ def _keeps_its_model(framework: str) -> tuple[Refused, ...]:
         ),
         Refused(
             "train.activation_checkpointing",
-            f"does not reach the model: {framework} calls it",
+            f"has no effect, because {framework} calls the model, not the job",
             "switch it on in the task's model()",
         ),
         Refused(
             "train.activations_mib",
-            f"does not reach the model: {framework} calls it",
+            f"has no effect, because {framework} calls the model, not the job",
             "switch recomputation on in the task's model()",
         ),
         Refused(
             "train.initial_weights",
-            f"do not reach the model: {framework} calls it",
+            f"has no effect, because {framework} calls the model, not the job",
             "load weights in the task's model()",
         ),
     )

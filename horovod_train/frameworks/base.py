@@ -74,7 +74,7 @@ class StepOutcome:
             norm of the global gradient before clipping), ``sent_bytes`` (bytes that this rank passed to
             collectives) and ``flops`` (operations of its forward and backward passes). A metric of the
             catalog names the number that it exports.
-        was_executed: False: the step was enqueued before another one stopped training; it had no effect.
+        was_executed: False: an earlier step had stopped training, so this step had no effect.
     """
 
     loss: float
@@ -136,7 +136,7 @@ class Replica(Protocol):
 
     @property
     def replicas_identical(self) -> bool:
-        """Whether weights and optimizer state are equal on all ranks; true after a step with ``is_last``."""
+        """Whether all ranks have equal weights and optimizer state; true after ``PlannedStep.is_last``."""
         ...
 
     @property

@@ -36,7 +36,8 @@ REFUSED: dict[str, dict[str, RefusedCallback]] = {
         "OrbaxCheckpoint": _CHECKPOINTS,
         "BackupAndRestore": _CHECKPOINTS,
         "EarlyStopping": RefusedCallback(
-            "restores the best weights at the end, without the optimizer state that belongs to them",
+            "restores the best weights at the end (restore_best_weights), without the optimizer state "
+            "that belongs to them",
             "leave restore_best_weights out, and set checkpoint.best, which keeps the best checkpoint",
             lambda callback: callback.restore_best_weights,
         ),
@@ -50,7 +51,7 @@ REFUSED: dict[str, dict[str, RefusedCallback]] = {
     "lightning": {
         "Checkpoint": _CHECKPOINTS,
         "WeightAveraging": RefusedCallback(
-            "averages weights, which the job's checkpoints do not have", _AVERAGE
+            "averages weights, and the job's checkpoints would not contain the averages", _AVERAGE
         ),
         "StochasticWeightAveraging": RefusedCallback(
             "averages weights, and sets the learning rate, which the job does", _AVERAGE

@@ -39,10 +39,10 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104  (the address by which other hosts reach th
 def start_heartbeat(folder: Path, rank: int) -> None:
     """Start a thread that writes the time to a heartbeat file until the process exits.
 
-    The agent deletes the file, because the rank may freeze while it exits.
+    The agent deletes the file when the process has ended: a rank may also freeze while it exits.
 
     Args:
-        folder: The run folder on this host.
+        folder: The stage folder of the run on this host (``heartbeat_dir``).
         rank: This rank.
     """
     path = folder / heartbeat_file(rank, os.getpid())

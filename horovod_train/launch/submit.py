@@ -120,7 +120,7 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
                     console.print(tagged(parsed.rank, parsed.text))
             status = launcher.wait(job)
     except TerminationRequested as termination:
-        console.print(f"{job.job_id}: drain requested")
+        console.print(f"{job.job_id}: {'drain' if termination.is_patient else 'cancel'} requested")
         launcher.cancel(job, "drain" if termination.is_patient else "stop")
         status = launcher.wait(job)
     finally:

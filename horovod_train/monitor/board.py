@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 SCRAPE_INTERVAL_S = 2.0
 SCRAPE_DUTY_DIVISOR = 5
-"""Scraping uses at most one of this many seconds, because a scrape of a thousand ranks takes seconds."""
+"""Scraping takes at most 1 / this number of the time, because a scrape of a thousand ranks takes seconds."""
 
 SCRAPE_AFTER_REQUEST_S = 30.0
 """The ranks of a run in a folder are scraped for this time after the last page request for it."""

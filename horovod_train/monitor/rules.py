@@ -44,7 +44,7 @@ class Alert:
         name: Name, and title of the section in the runbook.
         expr: PromQL query. The alert fires for each series in its result.
         hold: Duration ``for``, in Prometheus' notation.
-        severity: critical: act now, because the job makes no progress; warning: examine the job.
+        severity: critical: act now, the job makes no progress or may lose work; warning: examine the job.
         summary: One sentence, with labels of the series.
     """
 
@@ -112,7 +112,7 @@ RECORDINGS = (
     Recording(
         "horovod_train:communication:ratio",
         _rate("communication_seconds_total"),
-        "Fraction of time of communication that does not overlap computation.",
+        "Fraction of time spent in communication that does not overlap computation.",
     ),
     Recording(
         "horovod_train:allreduce_bus:bytes_per_second",
@@ -147,7 +147,7 @@ _LEFT_BEHIND = f"min by ({JOB}) ({_P}rank_ended_timestamp_seconds) > 0"
 """Jobs of which only the last metrics of ended ranks remain (Pushgateway, node_exporter)."""
 
 _PRESENT = f"max by ({JOB}) ({_P}world_size_present)"
-"""Jobs with running ranks. Rates have values until up to an hour after the end of a job."""
+"""Jobs with running ranks. Without this, alerts on rates could fire up to an hour after a job's end."""
 
 _AGE = "CHECKPOINT_AGE"  # placeholder for a configurable number of seconds
 

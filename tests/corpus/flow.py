@@ -98,7 +98,7 @@ class Alias(Case):
 
 
 class AutocastIn(Case):
-    """float32 islands by torch.autocast(enabled=False) and enabled in forward"""
+    """bfloat16 autocast, enabled in forward around one layer"""
 
     tolerance = 2e-3
 
@@ -273,8 +273,8 @@ class StrIn(Case):
         return F.cross_entropy(model(x, t, "b" if int(i[0]) // 8 % 2 else "a"), y)
 
 
-class RetainGrad(Case):
-    """a two-output loss where only one output is used on some batches"""
+class UnusedOutput(Case):
+    """a two-output model; on some batches, the loss uses only one output"""
 
     splits = True
 

@@ -6,7 +6,8 @@ from corpus.base import MLP, Case, nn, torch
 
 
 class Hooks(Case):
-    """a user's gradient hooks: tensor hook doubles, module hook, accumulate hook counts"""
+    """a user's hooks: a tensor hook halves a gradient, a backward hook of a module doubles one, a "
+    "forward hook scales an output"""
 
     def net(self):
         m = MLP()

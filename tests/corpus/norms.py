@@ -121,7 +121,7 @@ class OwnBatchStatistic(Case):
 
 
 class OwnBatchStatisticForgotten(OwnBatchStatistic):
-    """the same, and the job does not name the buffer: refused"""
+    """Own Batch Statistic without `train.average_buffers`: refused where replicas differ"""
 
     is_refused = True
 

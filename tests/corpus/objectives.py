@@ -144,7 +144,7 @@ class TeacherOutside(Case):
 
 
 class Autoencoder(Case):
-    """noise of the sample's own number: the same on any rank"""
+    """noise computed from the sample's number, so that it is the same on any rank"""
 
     def net(self):
         return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 6))
@@ -278,7 +278,7 @@ class Byol(Case):
 
 
 class MixUp(Case):
-    """pairs of samples are mixed, by parts of the micro-batch"""
+    """pairs of samples of the same micro-batch are mixed"""
 
     splits = True
 
@@ -352,7 +352,7 @@ class Reinforce(Case):
 
 
 class Huber(Case):
-    """a loss of several kinds of numbers, with a weight for each sample of the data"""
+    """a smooth L1 loss, with a weight for each sample from the data"""
 
     def net(self):
         class M(nn.Module):

@@ -38,7 +38,7 @@ as well (`health.verify_strategy`), and a difference ends the job.
 
 def title(case: type[Case]) -> str:
     """Return the name of a row: the class in words, and its docstring."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", case.__name__)
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=A)(?=[A-Z][a-z])", " ", case.__name__)
     text = (case.__dict__.get("__doc__") or "").strip().splitlines()
     return f"{words}: {text[0].rstrip('.')}" if text else words
 
@@ -49,7 +49,7 @@ def reason(output: str) -> str:
     >>> reason("error: rank 0 on node1: strategy fsdp cannot train this model: RuntimeError: a view of 3")
     'the strategy cannot train this model'
     """
-    lines = [line for line in output.splitlines() if "error: " in line and "another rank left" not in line]
+    lines = [line for line in output.splitlines() if "error: " in line and "another rank exited" not in line]
     text = lines[0].partition("error: ")[2] if lines else "no message"
     text = re.sub(r"^rank \d+ on \S+: ", "", text)
     text = re.sub(r"^strategy (\w+): ", "", text)

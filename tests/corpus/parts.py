@@ -272,7 +272,8 @@ class Mixture(nn.Module):
 
 @case_of
 class TopExpert(nn.Module):
-    """the best expert alone is computed for each sample, by a mask: all have a gradient"""
+    """only the best expert counts for each sample, by a mask: all experts are computed, so all have a "
+    "gradient"""
 
     def __init__(self):
         super().__init__()

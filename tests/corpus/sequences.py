@@ -265,7 +265,7 @@ class Ctc(Case):
 
 @case_of
 class Memory(nn.Module):
-    """keys and values that are parameters, looked up by the best two"""
+    """keys and values that are parameters; a query uses the two best keys"""
 
     def __init__(self):
         super().__init__()

@@ -10,14 +10,14 @@ from corpus.base import MLP, Case, F, Samples, nn, torch
 
 
 class WithMLP(Case):
-    """a model of two blocks, for the tasks of this file"""
+    """a model of two blocks, the base of the tasks in `tests/corpus/tasks_with_state.py`"""
 
     def net(self):
         return MLP()
 
 
 class CountingTensor(WithMLP):
-    """the task counts calls in a tensor, in place, and weighs later losses"""
+    """the task counts calls in a tensor, in place, and doubles the loss after the fourth call"""
 
     stateful = True
 
@@ -65,7 +65,8 @@ class WeightsOfAGenerator(WithMLP):
 
 
 class MemoryBank(WithMLP):
-    """how often each sample was seen, in a tensor of the task, weighs its loss"""
+    """a tensor of the task counts how often each sample was seen, and the sample's loss is divided by "
+    "the count"""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -374,7 +375,7 @@ class StatisticsInEvaluationMode(Case):
 
 
 class IntegersInAnAverage(WithMLP):
-    """a frozen parameter of integers beside an average of the weights"""
+    """a frozen integer parameter, in a job that averages weights (`ema`)"""
 
     job = {"ema": {"decay": 0.7}}
 

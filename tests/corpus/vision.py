@@ -159,7 +159,7 @@ class PixelShuffle(nn.Module):
 
 @case_of
 class WeightStandardized(nn.Conv2d):
-    """a root that is a layer of PyTorch, with standardized weights"""
+    """the model itself is a subclass of Conv2d, with standardized weights"""
 
     def __init__(self):
         super().__init__(1, 4, 3)

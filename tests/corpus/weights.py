@@ -143,7 +143,7 @@ class Frozen(Case):
 
 
 class Unfreeze(Case):
-    """frozen until step 3 (counted in losses; accumulation 1)"""
+    """a layer is frozen until step 3 (the task counts the calls of its loss; no accumulation)"""
 
     stateful = True
 
@@ -262,7 +262,7 @@ class OneScalar(Case):
 
 
 class Mixed(Case):
-    """three types in one model: float64, bfloat16-free float32 and float64 (bf16 body excluded from fp64
+    """float32 and float64 layers in one model
     equality)"""
 
     tolerance = 1e-6
@@ -285,7 +285,7 @@ class Mixed(Case):
 
 
 class HalfBody(Case):
-    """bf16 parameters beside fp32 (no fp64 equality; compare with the float reference loosely)"""
+    """all parameters are bf16, the loss is computed in float32 (compared with a tolerance of 0.02)"""
 
     tolerance = 2e-2
     settings = ("easy",)
@@ -312,7 +312,7 @@ class Script(Case):
         return m
 
 
-class Param16(Case):
+class ParamInt8(Case):
     """frozen int8 weights, quantized by hand"""
 
     def net(self):
@@ -344,7 +344,7 @@ class Muon2(Case):
 
 
 class Layers(Case):
-    """resume with another number of layers"""
+    """a list of three layers"""
 
     def __init__(self, *, double=True, layers=3):
         super().__init__(double=double)

@@ -115,7 +115,7 @@ def test_phases_are_the_time_that_steps_take(width, depth, rows):
         model=model,
         optimizer=made,
         strategy=strategy,
-        world=ALONE,
+        data_ranks=ALONE,
         train=job.train,
         task=Task(),
     )

@@ -64,7 +64,7 @@ def replica_of(
     task = task or Task()
     task.rank = world.rank
     replica = TorchReplica(
-        model=model, optimizer=made, strategy=strategy, world=world, train=job.train, task=task,
+        model=model, optimizer=made, strategy=strategy, data_ranks=world, train=job.train, task=task,
         health=job.health, lag_steps=lag_steps,
     )  # fmt: skip
     if job.train.precision == "fp16":

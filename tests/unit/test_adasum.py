@@ -205,7 +205,7 @@ class TestWhatItRefuses:
     def test_is_a_number_of_ranks_that_are_no_pairs_of_pairs(self):
         errors = on_torch_ranks(6, lambda world: Adasum(Mesh.data_parallel(world), self.JOB))
 
-        assert all("6 is not a power of two" in str(error) for error in errors)
+        assert all("must be a power of two, and is 6" in str(error) for error in errors)
         assert all("start 4 or 8 ranks" in str(error.hint) for error in errors)
 
     def test_is_a_controller_without_it(self, monkeypatch):
@@ -213,7 +213,7 @@ class TestWhatItRefuses:
             world.hvd.mpi_enabled = lambda: False
             Adasum(Mesh.data_parallel(world), self.JOB)
 
-        assert all("over MPI alone" in str(error) for error in on_torch_ranks(2, rank))
+        assert all("only over MPI" in str(error) for error in on_torch_ranks(2, rank))
 
     def test_is_ranks_that_train_different_parameters(self):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))

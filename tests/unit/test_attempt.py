@@ -41,7 +41,7 @@ def said(kind, rank=0, **fields):
 START = said("started")
 END = said("summary")
 FAILURE = {"host": "here", "message": "ValueError: no", "traceback": "", "is_cause": True, "exit_code": 3}
-# As a worker does when it is drain requested.
+# As a worker does on a drain request.
 LEAVES = (
     "def leave(*_):\n    "
     + said("preempted", step=4, epoch=0.5).replace("\n", "; ", 1)
@@ -298,7 +298,7 @@ class TestAsked:
         look.join()
 
         assert ("running", "2 rank(s)") in seen
-        assert ("leaving", "its ranks were drain requested after their step") in seen
+        assert ("leaving", "its ranks were requested to save and exit after their step") in seen
 
     @staticmethod
     def watch(tmp_path, seen):

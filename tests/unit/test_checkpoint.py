@@ -534,7 +534,7 @@ class TestForgery:
         changed_state(folder, STATES[how])
 
         again = manager(folder.parent)
-        with pytest.raises(CheckpointError, match=r"state\.json: is not what a checkpoint holds"):
+        with pytest.raises(CheckpointError, match=r"state\.json: has an invalid field"):
             again.latest()
         again.close()
 
@@ -626,7 +626,10 @@ class TestForgery:
         resumed = again.latest()
         again.close()
 
-        with pytest.raises(CheckpointError, match="step-000000000007 does not fit: KeyError"):
+        with pytest.raises(
+            CheckpointError,
+            match="step-000000000007 does not match the model or the optimizer of this job: KeyError",
+        ):
             resume_from(SingleRank(), resumed, Replica(), Progress(DataOrder(9, 0, shuffle=True)), None, None)
 
 
@@ -818,9 +821,9 @@ class TestThingsOfLater:
         name = next(iter(parse_arrays(content)))
         broken = _header({name: whole}) + damage
 
-        with pytest.raises(CheckpointError, match="what a rank keeps for itself.* is damaged"):
+        with pytest.raises(CheckpointError, match="per-rank state.* is damaged"):
             parse_state(broken)
-        with pytest.raises(CheckpointError, match="what a rank keeps for itself.* is damaged"):
+        with pytest.raises(CheckpointError, match="per-rank state.* is damaged"):
             parse_state(_header({"other": whole}) + damage)
 
 
@@ -963,7 +966,7 @@ class TestAFolder:
 
         manager(tmp_path).close()
 
-        assert f"{tmp_path} has no locks: start one run of this name at a time" in caplog.text
+        assert f"{tmp_path} does not support locks: start one run of this name at a time" in caplog.text
 
     def test_on_a_disk_that_fails_is_not(self, tmp_path, monkeypatch):
         def refuse(handle, operation):

@@ -339,12 +339,12 @@ class TestWhatIsRefused:
 
     @pytest.mark.parametrize("keep", [0, -0.1, 1.5, "1%", True, None, float("nan")])
     def test_is_what_is_no_part(self, keep):
-        with pytest.raises(UserError, match="(?s)cannot be made.*keep"):
+        with pytest.raises(UserError, match="(?s)cannot be created.*keep"):
             self.made({"keep": keep})
 
     @pytest.mark.parametrize("args", [{}, {"part": 0.1}])
     def test_is_what_it_does_not_know(self, args):
-        with pytest.raises(UserError, match="'top-k' cannot be made"):
+        with pytest.raises(UserError, match="'top-k' cannot be created"):
             self.made(args)
 
     def test_is_a_scale_that_changes(self):

@@ -156,9 +156,9 @@ def test_a_compiler_that_fails_is_used_nowhere_and_refused_where_a_gpu_is(monkey
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda home: home.mkdir(), r"there is no compiler \(bin/nvcc\)"),
-        (lambda home: (toolkit(home) / "include" / "cuda_runtime.h").unlink(), "there is no header"),
-        (lambda home: (toolkit(home) / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1"), "nvcc that answers"),
+        (lambda home: home.mkdir(), r"lacks compiler \(bin/nvcc\)"),
+        (lambda home: (toolkit(home) / "include" / "cuda_runtime.h").unlink(), "lacks header"),
+        (lambda home: (toolkit(home) / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1"), "lacks a working"),
         (
             lambda home: toolkit(home, "12.8"),
             r"with CUDA 12\.8, and PyTorch 2\.13\.0\+cu130 needs CUDA 13\.0",

@@ -251,7 +251,7 @@ class TestWhichOptimizers:
         strategy = make_strategy(job, Mesh.data_parallel(world))
         strategy.bind(model, made)
         replica = TorchReplica(
-            model=model, optimizer=made, strategy=strategy, world=world, train=job.train,
+            model=model, optimizer=made, strategy=strategy, data_ranks=world, train=job.train,
             task=Task((2, 0)), lag_steps=2,
         )  # fmt: skip
         readings = trained(replica, world)
@@ -317,7 +317,7 @@ def test_a_parameter_whose_first_gradient_comes_late_has_the_momentum_of_the_oth
         strategy = make_strategy(job, Mesh.data_parallel(SingleRank()))
         strategy.bind(model, made)
         replica = TorchReplica(
-            model=model, optimizer=made, strategy=strategy, world=SingleRank(), train=job.train,
+            model=model, optimizer=made, strategy=strategy, data_ranks=SingleRank(), train=job.train,
             task=Task(), lag_steps=lag_steps,
         )  # fmt: skip
         trained(replica, SingleRank())

@@ -97,8 +97,7 @@ class TestOutOfMemory:
 
         assert isinstance(error, DeviceMemoryError)
         assert error.message == (
-            "rank 3's GPU is out of memory: tensors took 70.0 GiB at most, of 80.0 GiB, "
-            "and 2.50 GiB more were wanted"
+            "rank 3's GPU is out of memory: peak of tensors 70.0 GiB of 80.0 GiB, failed request 2.50 GiB"
         )
         assert "train.batch_size_per_rank: 64 and train.accumulation_steps: 2" in error.hint
         assert "train.precision: bf16" in error.hint
@@ -176,7 +175,7 @@ class TestOutOfMemory:
         error = device_error(RuntimeError(said), JOB, 0)
 
         assert isinstance(error, DeviceMemoryError)
-        assert "`nvidia-smi` shows who has it" in error.hint
+        assert "`nvidia-smi` shows the processes that use it" in error.hint
         assert "train.batch_size_per_rank: 64" in error.hint
 
     def test_has_no_traceback(self):
@@ -198,7 +197,7 @@ class TestFaults:
         [
             ("uncorrectable ECC error encountered", "its memory has failed"),
             ("unspecified launch failure", "XID 79"),
-            ("an illegal memory access was encountered", "memory that is not its own (XID 13 or 31)"),
+            ("an illegal memory access was encountered", "an address that is not allocated (XID 13 or 31)"),
             ("something new", "the GPU or its driver has failed"),
         ],
     )

@@ -94,7 +94,7 @@ def test_what_is_told_is_in_the_log_as_well(train):
     )
     assert train.console.lines[1].startswith("elastic: a rank was killed")
     assert train.console.lines[2] == (
-        "elastic: resuming from the newest checkpoint (1 losses in a row without a new one)"
+        "elastic: resuming from the newest checkpoint (1 consecutive losses without a new checkpoint)"
     )
 
 
@@ -104,7 +104,7 @@ def test_losses_in_a_row_without_a_new_checkpoint_are_given_up_with_the_last_one
 
     assert len(train.starts) == 3
     assert caught.value.hosts == ("b",)
-    assert caught.value.hint == "look; launch.elastic.max_failures allows one fewer"
+    assert caught.value.hint == "look; launch.elastic.max_failures is 2"
     assert isinstance(caught.value.__cause__, LostError)
 
 
@@ -119,8 +119,8 @@ def test_losses_are_counted_anew_when_ranks_have_got_on(train, between):
 def test_a_host_is_left_alone_for_longer_only_if_ranks_have_not_got_on(train, has_saved, pauses_s):
     train(*[lost("a", has_saved=has_saved) for _ in range(3)])
 
-    told = [line for line in train.console.lines if "is left alone" in line]
-    assert told == [f"elastic: a is left alone for {pause_s} s" for pause_s in pauses_s]
+    told = [line for line in train.console.lines if "is excluded" in line]
+    assert told == [f"elastic: a is excluded for {pause_s} s" for pause_s in pauses_s]
 
 
 def test_ranks_that_were_asked_to_leave_for_other_hosts_start_again_and_others_do_not(train):

@@ -304,12 +304,17 @@ class TestWhatABatchHolds:
         monkeypatch.setattr(graphs_module, "MAX_KINDS", 4)
         self.steps(lambda number: f"{number}.png", 16)
 
-        assert caplog.text.count("steps come in more than 4 kinds, by shapes or by what is not a tensor") == 1
+        assert (
+            caplog.text.count(
+                "batches have more than 4 combinations of shapes and of values that are not tensors"
+            )
+            == 1
+        )
 
     def test_that_cannot_be_compared_is_told(self, caplog):
         self.steps(lambda _: object())
 
-        assert caplog.text.count("batches hold a object: such are computed without graphs") == 1
+        assert caplog.text.count("batches contain a object, and run without CUDA graphs") == 1
 
 
 def test_a_kind_that_cannot_be_recorded_leaves_others_their_graphs(caplog):
@@ -328,7 +333,7 @@ def test_a_kind_that_cannot_be_recorded_leaves_others_their_graphs(caplog):
 
     assert recorder.num_recorded == 2
     assert recorder.num_replayed == 2 * 2 + 3 + 2 * 2
-    assert caplog.text.count("a step cannot be recorded") == 1
+    assert caplog.text.count("a step cannot be captured") == 1
 
 
 def test_rates_are_those_of_graphs_in_all_steps():
@@ -352,7 +357,7 @@ class TestWhatCannotBeRecorded:
 
         assert_equal(found[0], made[0])
         assert found[2].num_replayed == 0
-        assert caplog.text.count("a step cannot be recorded (RuntimeError: operation not permitted") == 1
+        assert caplog.text.count("a step cannot be captured (RuntimeError: operation not permitted") == 1
         assert found[2].num_recorded == 0
 
     def test_in_the_middle_of_an_update_with_a_loss_scale(self, caplog):
@@ -429,7 +434,7 @@ def test_auto_goes_on_without_on_all_ranks_where_one_cannot_record(caplog):
         return recorder.num_replayed - before
 
     assert worlds(2, rank) == [0, 0]
-    assert "not possible with: steps go on without" in caplog.text
+    assert "not possible with: training continues without graphs" in caplog.text
 
 
 def test_auto_is_not_misled_by_what_lies_between_steps(caplog, monkeypatch):

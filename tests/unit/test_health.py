@@ -230,7 +230,9 @@ class TestJoining:
     def test_a_rank_that_waits_says_so(self):
         told, ended = self.join(10, Health(stall_warning_s=0.3, stall_shutdown_s=60), lambda told, _: told)
 
-        assert told[0].startswith("this rank has waited for 0 s for the others to join: was each of them")
+        assert told[0].startswith(
+            "this rank has waited for 0 s for the others to join: check that all were started"
+        )
         assert ended == []
 
     def test_a_rank_that_waits_for_too_long_ends(self):
@@ -432,9 +434,7 @@ class TestTheDevice:
         told, ended = self.watch(lambda wait: wait(), "backward")
 
         assert len(told) == 1
-        assert told[0].startswith(
-            "this rank's GPU has been in one step's backward for 0 s: does a kernel hang"
-        )
+        assert told[0].startswith("this rank's GPU has been in one step's backward for 0 s: a kernel hangs")
         assert isinstance(ended[0], GpuError)
         assert "ended after health.stall_shutdown_s" in ended[0].message
 

@@ -153,7 +153,7 @@ class TestInterface:
     def test_that_cannot_be_told_has_to_be_named(self):
         unknown = replace(DESCRIPTION, ssh_address="192.0.2.1", ways={})
 
-        with pytest.raises(LaunchError, match="cannot tell"):
+        with pytest.raises(LaunchError, match="cannot determine"):
             choose(Host("a", 1), None, unknown, [])
 
 
@@ -232,7 +232,10 @@ class TestOnAHost:
         failed = host.reach(source="127.0.0.1", targets=targets)
         host.remove()
 
-        assert failed == {"b": "127.0.0.1 is a from here", "c": "Connection refused"}
+        assert failed == {
+            "b": "127.0.0.1 leads to host a from this host, not to b",
+            "c": "Connection refused",
+        }
 
     def test_the_guard_kills_the_run_when_its_launcher_is_killed(self, stage, tmp_path):
         stage.mkdir()
@@ -556,7 +559,8 @@ class TestHostGroup:
         shell = ("sh", "-c", f"echo welcome; echo {greeting}; cat >/dev/null # ")
 
         with pytest.raises(
-            LostError, match=f"a: horovod_train is {there} there and {__version__} here"
+            LostError,
+            match=f"a: horovod_train is {there} on this host and {__version__} on the launching machine",
         ) as caught:
             RemoteHost(Host("a", 1), shell, str(tmp_path / "stage"), 20)
 
@@ -572,7 +576,9 @@ class TestHostGroup:
         (package / "__init__.py").write_text("__version__ = '0.0.7'\n")
         shell = ("env", f"PYTHONPATH={tmp_path}", "sh", "-c")
 
-        with pytest.raises(LostError, match=f"horovod_train is 0.0.7 there and {__version__} here"):
+        with pytest.raises(
+            LostError, match=f"horovod_train is 0.0.7 on this host and {__version__} on the launching machine"
+        ):
             RemoteHost(Host("a", 1), shell, str(tmp_path / "stage"), 20)
 
     def test_a_lost_host_is_noticed_once(self, tmp_path):
@@ -744,7 +750,7 @@ class TestHostGroup:
             "not the one known",
             "ssh-keygen -R n1",
         ),
-        (255, "u@n1: Permission denied (publickey).", "does not let this user in", "ssh-copy-id n1"),
+        (255, "u@n1: Permission denied (publickey).", "authentication failed", "ssh-copy-id n1"),
         (255, "ssh: connect to host n1 port 22: Connection timed out", "does not answer", "ping n1"),
         (255, "ssh: something new", "ssh failed", "ssh n1 /py"),
         (127, "sh: 1: /py: not found", "there is no /py", "launch.host_settings.n1.python"),
@@ -1125,7 +1131,7 @@ class TestJobs:
 
         assert job.job_id == request_.job_id
         (text,) = told
-        assert "has it as 4711" in text
+        assert "its ID in local is 4711" in text
         assert str(request_.log_dir) in text
 
     def test_a_run_that_ended_keeps_its_word(self, request_):
@@ -1171,7 +1177,9 @@ class TestWhatAHostSaysOfItself:
         port = host.listen("127.0.0.1", "a")
 
         assert host.reach("127.0.0.1", [("a", "127.0.0.1", port)]) == {}
-        assert host.reach("127.0.0.1", [("b", "127.0.0.1", port)]) == {"b": "127.0.0.1 is a from here"}
+        assert host.reach("127.0.0.1", [("b", "127.0.0.1", port)]) == {
+            "b": "127.0.0.1 leads to host a from this host, not to b"
+        }
         host.remove()
         assert host._listeners[0].fileno() == -1, "nobody listens any more"
         failed = host.reach("127.0.0.1", [("a", "127.0.0.1", 9)])
@@ -1258,10 +1266,10 @@ class TestWhatIsRemembered:
     def test_an_end_is_found_again_and_garbage_is_none(self, tmp_path):
         jobs.record_end("j-1", JobStatus("failed", 3, "why"))
 
-        assert jobs.end_of("j-1") == JobStatus("failed", 3, "why")
+        assert jobs.recorded_end("j-1") == JobStatus("failed", 3, "why")
         (jobs.jobs_dir() / "ended" / "j-1.json").write_text("[]")
-        assert jobs.end_of("j-1") is None
-        assert jobs.end_of("j-2") is None
+        assert jobs.recorded_end("j-1") is None
+        assert jobs.recorded_end("j-2") is None
 
 
 class TestALogFile:

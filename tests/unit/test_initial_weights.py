@@ -138,9 +138,9 @@ class TestIsRefused:
         wanted = weights_of(5)
         wanted["other"] = wanted.pop("norm.weight")
 
-        with pytest.raises(UserError, match="it has no 'norm.weight'") as refused:
+        with pytest.raises(UserError, match="the checkpoint does not contain 'norm.weight'") as refused:
             prepared(written(tmp_path / "w.safetensors", wanted))
-        assert "the file has other besides" in refused.value.hint
+        assert "the file also contains other" in refused.value.hint
 
     def test_weights_of_another_shape(self, tmp_path):
         wanted = weights_of(5) | {"norm.bias": torch.zeros(5)}

@@ -386,7 +386,7 @@ class TestFollowing:
         code, text, cancelled = found
         assert (code, cancelled) == (0, [])
         assert text.splitlines() == [
-            "j-run-1: horovodrun has it as 4711",
+            "j-run-1: submitted to horovodrun with ID 4711",
             *("plain", "[rank 1] of a rank", "rank 0: a notice"),
             "j-run-1: succeeded",
         ]
@@ -408,7 +408,7 @@ class TestFollowing:
         code, text, cancelled = self.follow(tmp_path, monkeypatch, lines, status)
 
         assert (code, cancelled) == (75, [how])
-        assert "j-run-1: drain requested" in text
+        assert f"j-run-1: {'drain' if how == 'drain' else 'cancel'} requested" in text
         assert "never shown" not in text
 
     def test_of_a_job_without_a_code_is_a_failure(self, tmp_path, monkeypatch):
@@ -444,7 +444,7 @@ def test_the_plan_of_an_elastic_job_says_that_hosts_are_found_later(tmp_path):
 
     plan = make_plan(request_for(tmp_path, launch=launch))
 
-    assert plan.note == "on the hosts that `cat hosts` prints then, as they come and go"
+    assert plan.note == "hosts: the output of `cat hosts`, which is called repeatedly during the run"
     assert make_plan(request_for(tmp_path)).note == ""
 
 

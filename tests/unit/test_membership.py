@@ -112,7 +112,7 @@ class TestWaiting:
         monkeypatch.setattr(module, "monotonic", lambda: sum(slept))
         monkeypatch.setattr(module, "answering", lambda *_: [])
 
-        with pytest.raises(LaunchError, match="for 1 s there was room for 0 of at least 1 ranks"):
+        with pytest.raises(LaunchError, match="after 1 s, there is room for 0 of at least 1 ranks"):
             membership(["down:1"], min_ranks=1, poll_s=0.4, wait_s=1.0).wait(print)
 
         assert slept == pytest.approx([0.4, 0.4, module.POLL_S])
@@ -122,7 +122,7 @@ class TestWaiting:
 
 
 def rested(membership):
-    return membership._outside_cooldown(membership._everybody()[0])
+    return membership._outside_cooldown(membership._listed_hosts()[0])
 
 
 def test_a_host_that_has_failed_is_used_all_the_same_when_there_are_too_few(membership):
@@ -164,7 +164,7 @@ def test_a_host_that_was_lost_is_told_with_its_pause(membership):
     found.mark_lost(["up2"])
     found.mark_lost(["up2"])
 
-    assert said == [f"elastic: up2 is left alone for {pause_s} s" for pause_s in (10, 20)]
+    assert said == [f"elastic: up2 is excluded for {pause_s} s" for pause_s in (10, 20)]
 
 
 def test_a_host_that_always_fails_is_left_alone_for_a_bounded_time(membership, monkeypatch):

@@ -199,7 +199,7 @@ def test_a_process_of_its_own_counts():
 
     assert whole == dataclasses.replace(sizes_of(job(), 2)[0], process=whole.process)
     assert shared.weights < whole.weights
-    with pytest.raises(UserError, match="cannot be made with tensors"):
+    with pytest.raises(UserError, match="cannot run with fake tensors"):
         cmd_plan.sizes_of(job(task=f"{__file__}:Reads", task_args={}), 1)
 
 

@@ -481,7 +481,7 @@ class TestTheView:
     def document(self, folder):
         board = Board([folder])
         try:
-            return run_document(*board.look_at("j/r"))
+            return run_document(*board.request_run("j/r"))
         finally:
             board.close()
 

@@ -113,7 +113,7 @@ def test_an_operator_that_stops_in_the_middle_of_a_job_is_noticed_at_its_end(api
     status = MpiJobLauncher().status(submit(api))
 
     assert status.state == "running"
-    told = re.search(r"ended well 5:\d\d ago, and the MPI operator has not taken note", status.message)
+    told = re.search(r"succeeded 5:\d\d ago, and the MPI operator has not taken note", status.message)
     assert bool(told) == is_told
 
 
@@ -213,7 +213,7 @@ def test_a_job_in_a_queue_waits(api):
 def test_an_operator_that_does_nothing_is_named(api):
     status = MpiJobLauncher().status(submit(api))
 
-    assert "the MPI operator has not taken it up" in status.message
+    assert "the MPI operator has not processed it" in status.message
 
 
 def test_a_job_that_was_deleted_by_others_is_unknown_and_waited_for_no_longer(api):

@@ -181,7 +181,7 @@ class TestWhatIsWaitedFor:
         old = pod("l", "Succeeded", "launcher", code=0, ended_s=3600.0)
         new = pod("l", "Succeeded", "launcher", code=0, ended_s=1.0)
 
-        assert "has ended well 1:00:0" in status_of(job("Running"), Pods(old)).message
+        assert "succeeded 1:00:0" in status_of(job("Running"), Pods(old)).message
         assert status_of(job("Running"), Pods(new)).message == ""
 
 

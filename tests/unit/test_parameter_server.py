@@ -248,7 +248,7 @@ def test_it_needs_mpi():
         world.hvd.mpi_enabled = lambda: False
         run_of(world, fields_of(Case("sgd")))
 
-    assert all("it needs MPI" in str(error) for error in on_torch_ranks(2, rank))
+    assert all("it requires MPI" in str(error) for error in on_torch_ranks(2, rank))
 
 
 def test_leaving_steps_out_is_refused():

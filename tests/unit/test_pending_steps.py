@@ -341,13 +341,13 @@ class TestAnswers:
     def test_that_a_foreign_loop_cannot_follow_are_refused(self):
         for answer, said in (
             (Stop(1, "enough"), "to stop at step 1"),
-            (RestoreCheckpoint(1, "a spike"), "go back at step 1"),
+            (RestoreCheckpoint(1, "a spike"), "to restore a checkpoint at step 1"),
         ):
             run = made()
             run.hooks.append(Answer("step", 1, answer))
             bridge = LoopBridge(run)
             step = bridge.rest_of_epoch()[0]
-            with pytest.raises(UserError, match=f"{said} .*numpy's own loop cannot"):
+            with pytest.raises(UserError, match=f"{said} .*numpy's loop does not support"):
                 bridge.after_step(step, run.replica.step(step, 0.1, want_norm=False), 0.1)
 
     def test_to_leave_ends_a_foreign_loop(self):

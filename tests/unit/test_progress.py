@@ -69,10 +69,10 @@ def test_it_goes_on_where_a_checkpoint_stands():
 def test_a_half_used_epoch_does_not_go_on_in_another_order(now, said):
     progress = Progress(now)
 
-    with pytest.raises(UserError, match="samples came in another order") as caught:
+    with pytest.raises(UserError, match="another order of samples") as caught:
         progress.restore(Progress(ORDER, step=1, cursor=1).to_json())
 
-    assert caught.value.message.endswith(f"in another order: {said}")
+    assert caught.value.message.endswith(f"with another order of samples: {said}")
     assert "until the epoch is complete" in caught.value.hint
     assert progress == Progress(now), "nothing was taken over"
 

@@ -52,7 +52,7 @@ def replica(world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, g
         model=model,
         optimizer=made,
         strategy=strategy,
-        world=world,
+        data_ranks=world,
         train=Train(**train),
         task=task or Task(),
         health=Health(non_finite="skip" if guard else "stop"),

@@ -139,10 +139,10 @@ class TestStatus:
     @pytest.mark.parametrize(
         ("slurm", "state", "code", "said"),
         [
-            ("CANCELLED", "cancelled", 143, "taken out of Slurm; before that: waiting"),
-            ("COMPLETED", "failed", 1, "never said that it was done"),
-            ("NODE_FAIL", "failed", 1, "Slurm says NODE_FAIL; see "),
-            (None, "failed", 1, "Slurm says that it does not know this job any more; see "),
+            ("CANCELLED", "cancelled", 143, "cancelled in Slurm; before that: waiting"),
+            ("COMPLETED", "failed", 1, "the state file has no final state"),
+            ("NODE_FAIL", "failed", 1, "Slurm reports NODE_FAIL; see "),
+            (None, "failed", 1, "Slurm reports no job with this ID; see "),
         ],
     )
     def test_of_a_job_that_could_not_say_how_it_ended_is_slurms_word(

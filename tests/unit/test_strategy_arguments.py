@@ -86,8 +86,8 @@ class TestArguments:
                 {"stage": 2, "offload_optimizer": "nvme", "nvme_path": "/a"},
                 "nvme needs stage: 3",
             ),
-            ("deepspeed", {"offload_optimizer": "nvme"}, "nvme_path goes with"),
-            ("deepspeed", {"nvme_path": "/a"}, "nvme_path goes with"),
+            ("deepspeed", {"offload_optimizer": "nvme"}, "nvme_path and offload_optimizer"),
+            ("deepspeed", {"nvme_path": "/a"}, "nvme_path and offload_optimizer"),
             ("deepspeed", {"offload_parameters": "nvme"}, "offload_parameters"),
         ],
     )
@@ -157,7 +157,7 @@ class TestHybridShards:
         [
             (3, "aaaa", "3 does not divide 4 ranks"),
             (8, "aaaa", "8 does not divide 4 ranks"),
-            ("host", "aaab", "not as many on each host, in a row: 3 on a, 1 on b"),
+            ("host", "aaab", "the same number of consecutive ranks: 3 on a, 1 on b"),
             ("host", "abab", "1 on a, 1 on b, 1 on a, 1 on b"),
         ],
     )

@@ -22,8 +22,8 @@ def reported(caplog, task, known=(*REQUIRED, *OPTIONAL)):
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("after_updates", "is it after_update()?"),
-        ("param_group", "is it param_groups()?"),
+        ("after_updates", "did you mean after_update()?"),
+        ("param_group", "did you mean param_groups()?"),
         ("val_data", "eval_data()"),
         ("configure_optimizers", "param_groups()"),
         ("lr_scheduler", "the job's lr: is used"),

@@ -103,7 +103,7 @@ print(open(f"/proc/{server._forkserver._forkserver_pid}/status").read())
     def test_is_refused_where_its_sockets_would_have_too_long_names(self, monkeypatch, tmp_path):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 70)))
 
-        with pytest.raises(UserError, match="TMPDIR has .* characters, and sockets of loader"):
+        with pytest.raises(UserError, match="TMPDIR has .* bytes, and at most"):
             start_loader_server("json")
 
 

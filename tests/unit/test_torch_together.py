@@ -174,7 +174,7 @@ class TestTheWorld:
             (
                 "Horovod has been shut down",
                 PeerError,
-                "another rank left, in horovod_train.bucket.0.3 (8.0 MiB): ",
+                "another rank exited, in horovod_train.bucket.0.3 (8.0 MiB): ",
             ),
         ],
     )
@@ -295,7 +295,7 @@ class TestTheReplica:
             model=model,
             optimizer=optimizer,
             strategy=strategy,
-            world=world,
+            data_ranks=world,
             train=job.train,
         )
 

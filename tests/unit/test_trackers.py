@@ -181,7 +181,7 @@ def test_a_tracker_that_hangs_as_it_closes_is_told_and_no_call_is_said_to_be_mis
     ("section", "said"),
     [
         ({"name": "no_such_module:X"}, "cannot import 'no_such_module'"),
-        ({"name": NAME, "args": {"no_such": 1}}, "cannot be made"),
+        ({"name": NAME, "args": {"no_such": 1}}, "cannot be created"),
     ],
 )
 def test_a_tracker_that_cannot_be_made_is_an_error(section, said):

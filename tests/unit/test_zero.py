@@ -264,7 +264,7 @@ class TestAnOptimizer:
     def test_that_cannot_be_tried_is_refused(self):
         optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])
 
-        with pytest.raises(UserError, match="cannot have the optimizer LBFGS split: TypeError"):
+        with pytest.raises(UserError, match="LBFGS cannot be split: TypeError"):
             check_elementwise(optimizer, "zero")
 
 

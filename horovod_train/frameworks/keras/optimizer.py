@@ -41,7 +41,7 @@ def distribute(
         wire_dtype: Data type in which float32 gradients are sent: fp32 or fp16.
 
     Raises:
-        UserError: It is not a Keras optimizer, or distributed already.
+        UserError: It is not a Keras optimizer, or distributed already; or ``wire_dtype`` is not supported.
     """
     if not isinstance(optimizer, keras.Optimizer):
         raise UserError(
@@ -49,6 +49,8 @@ def distribute(
             hint="make one, such as keras.optimizers.SGD(0.1)",
         )
     allreduce = Allreduce.model_validate({"bucket_size_mib": bucket_size_mib, "wire_dtype": wire_dtype})
+    if allreduce.wire_dtype not in WIRE_DTYPES:
+        raise UserError(f"wire_dtype {wire_dtype!r} requires PyTorch", hint="use fp32 or fp16")
     size_bytes = int(allreduce.bucket_size_mib * 2**20)
     exchange = back_end().exchange(world, size_bytes, WIRE_DTYPES[allreduce.wire_dtype])
     scale_class = keras.optimizers.LossScaleOptimizer
@@ -112,7 +114,7 @@ class _AppliesTheMean(_Distributed):
         back_end().clear([total for total in totals if total is not None])
 
     def __setattr__(self, name: str, value: object) -> None:
-        # LossScaleOptimizer sets this attribute of the optimizer that it wraps.
+        # LossScaleOptimizer sets this attribute to None in the optimizer that it wraps.
         if name == "loss_scale_factor" and value is None and self._horovod[0].size > 1:
             _refuse_foreign_scale()
         super().__setattr__(name, value)

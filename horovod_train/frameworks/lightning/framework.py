@@ -92,7 +92,7 @@ class LightningFramework(TorchBased):
             module,
             optimizer=optimizer,
             strategy=complete,
-            world=world,
+            data_ranks=world,
             train=job.train,
         )
         self._replica.evaluate_now = self._evaluate

@@ -99,7 +99,7 @@ class HorovodStrategy(ParallelStrategy):
         scale_learning_rate: Scaling of learning rates with the number of ranks: linear, sqrt or none. Rates
             in checkpoints of another number of ranks are adapted.
         bucket_size_mib: Approximate size of a bucket of gradients.
-        wire_dtype: Data type in which gradients are sent: fp32, fp16 or bf16.
+        wire_dtype: Data type of sent gradients: fp32, fp16, bf16. Not used with manual optimization.
         world: The communicator; None: that of this process.
 
     Raises:
@@ -135,7 +135,7 @@ class HorovodStrategy(ParallelStrategy):
             )
         self.lr_factor = rules[scale_learning_rate]
         self.share = 1.0 / self.world.size  # weight of this rank's loss in the step
-        self.gradients: Strategy | None = None
+        self.gradients: Strategy | None = None  # reduces gradients; None with manual optimization
         self.loss: torch.Tensor | None = None
         self._weighted_loss: torch.Tensor | None = None
         self._is_blocked = False
@@ -165,7 +165,7 @@ class HorovodStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def setup(self, trainer: lightning.Trainer) -> None:
-        """Broadcast rank 0's weights; to fit, also scale learning rates and create the gradient reducer."""
+        """Broadcast rank 0's weights; before a fit, also scale learning rates and create the reducer."""
         super().setup(trainer)
         assert self.model is not None
         if self.world.size > 1:
@@ -243,7 +243,7 @@ class HorovodStrategy(ParallelStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _average_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average gradients over ranks; a rank without a gradient that others have contributes zeros."""
+        """Average gradients over ranks; if only other ranks have a gradient, this rank contributes zeros."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         num_users = self.world.allreduce_sum([float(p.grad is not None) for p in parameters])
         used = [p for p, users in zip(parameters, num_users, strict=True) if users]

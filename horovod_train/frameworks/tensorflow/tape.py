@@ -58,7 +58,7 @@ class DistributedGradientTape:
         wire_dtype: Literal["fp32", "fp16"] = "fp32",
     ) -> None:
         self._tape = tape
-        wire = tf.float16 if wire_dtype == "fp16" else tf.float32
+        wire = {"fp32": tf.float32, "fp16": tf.float16}[wire_dtype]
         self._exchange = Exchange(world, int(bucket_size_mib * 2**20), wire)
 
     def gradient(

@@ -95,7 +95,7 @@ class TransformersFramework(TorchBased):
         self._gradients = summed_gradients(world, job.allreduce)
         self._gradients.bind(model, optimizer)
         self._replica = TransformersReplica(
-            model=model, optimizer=optimizer, strategy=self._gradients, world=world, train=job.train
+            model=model, optimizer=optimizer, strategy=self._gradients, data_ranks=world, train=job.train
         )
         self._trainer = _JobTrainer(
             world=world,

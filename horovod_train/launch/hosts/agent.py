@@ -62,8 +62,8 @@ class HostActions:
         self.stage = Path(stage)
         self._listeners: list[socket.socket] = []
         self._is_ours = False
-        self._last_busy: dict[int, tuple[float, float]] = {}
-        self._last_look: dict[int, float] = {}
+        self._last_busy: dict[int, tuple[float, float]] = {}  # by PID: time when last busy, CPU time then
+        self._last_look: dict[int, float] = {}  # by PID: CPU time at the previous call
         self._events = ChannelReader(self.stage)
 
     # -- queries
@@ -112,8 +112,8 @@ class HostActions:
                 continue
             if answered != name:
                 failed[name] = (
-                    f"{address} is {f'host {answered}' if answered else 'another program'} "
-                    "when called from this host"
+                    f"{address} leads to {f'host {answered}' if answered else 'another program'} "
+                    f"from this host, not to {name}"
                 )
         return failed
 
@@ -139,7 +139,7 @@ class HostActions:
         return found
 
     def new_events(self) -> list[str]:
-        """Return events that ranks of this host reported since the last call; if many, only the first."""
+        """Return about 1 MiB at most of new events of this host's ranks; later calls return the rest."""
         return self._events.read()
 
     def _busy_until_s(self, process: psutil.Process, now_s: float) -> float:
@@ -157,7 +157,7 @@ class HostActions:
     # -- files
 
     def put(self, files: Mapping[str, str], archive: str = "") -> None:
-        """Write files into the folder of the run, readable only by this user.
+        """Create the stage folder of the run, and write files into it, readable only by this user.
 
         Args:
             files: Contents by name; a file that starts with ``#!`` is executable.
@@ -231,7 +231,7 @@ GREETING = "horovod_train agent"
 
 
 def serve(stage: str, silence_s: float) -> None:
-    """Perform requests from standard input; at its end, or after ``silence_s`` without one, end the run."""
+    """Perform requests from standard input; when it closes or is silent for ``silence_s``, kill the run."""
     host = HostActions(stage)
     answers = os.dup(1)
     os.dup2(2, 1)  # output of other code must not mix with the responses

@@ -120,7 +120,7 @@ def attempt_of(request: LaunchRequest) -> Attempt:
 
 
 class AttemptOutput:
-    """Consumers of the output of one attempt, including ``others``, and its state messages."""
+    """Passes the output of an attempt to its consumers, including ``others``; writes the state of the run."""
 
     def __init__(
         self,

@@ -135,6 +135,6 @@ def _exclude_lost_hosts(
 def _gave_up(error: LostError, failures: int) -> LostError:
     return LostError(
         f"{error.message}\n  that was loss {failures} in a row without a new checkpoint",
-        hint=f"{error.hint}; launch.elastic.max_failures allows one fewer",
+        hint=f"{error.hint}; launch.elastic.max_failures is {failures - 1}",
         hosts=error.hosts,
     )

@@ -29,7 +29,7 @@ from horovod_train.system.signals import (
 
 RETRY_INTERVAL_S = 1.0
 
-LEAVING = "its ranks were drain requested after their step"
+LEAVING = "its ranks were requested to save and exit after their step"
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def signal_listener_thread(on_signal: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """Append signals that no inner block handles to the yielded list, while the block runs."""
+    """While the block runs, append signals to the yielded list, unless an inner block handles them."""
     pending_signals: list[int] = []
     with handling_signals(lambda number, _: pending_signals.append(number)):
         yield pending_signals
@@ -94,7 +94,7 @@ def interrupted_by_signals(
 ) -> Iterator[None]:
     """Raise ``error_of(number)`` in the block when a signal arrives, or at once for a pending one.
 
-    For blocks in which no rank runs that must save.
+    Not for blocks in which ranks run, because ranks must save before the run ends.
     """
 
     def interrupt(number: int, _frame: FrameType | None = None) -> None:
@@ -111,7 +111,7 @@ class TerminationRequested(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
-        self.is_patient = number in DRAIN_SIGNALS
+        self.is_patient = number in DRAIN_SIGNALS  # ranks have no time limit to save
 
 
 class Stopper:
@@ -127,7 +127,7 @@ class Stopper:
         self, request_stop: Callable[[], object], kill: Callable[[], object], grace_s: float
     ) -> None:
         self.received: int | None = None
-        """The first of SIGTERM, SIGINT and SIGHUP; before it, the last of the others. None: no signal."""
+        """First SIGTERM, SIGINT or SIGHUP, if one has arrived; else the last drain signal; else None."""
         self._request_stop = request_stop
         self._kill = kill
         self._grace_s = grace_s

@@ -31,7 +31,7 @@ class BucketLayout:
 
     Attributes:
         shapes: Shape of each gradient by parameter name. The first dimension is outermost in memory.
-        dtype: Data type of the parameters.
+        dtype: Data type of the parameters; of their real view if they are complex.
         device: Device of the parameters.
         trailer_length: Number of trailer elements (flags and loss), summed with this bucket; 0: no trailer.
     """
@@ -91,7 +91,7 @@ class Codec:
     """Base class of codecs.
 
     Attributes:
-        rules: For each key of a message's ``state``, the rule by which another number of ranks loads it.
+        rules: For each key of ``BucketExchange.state``, how another number of ranks loads it.
     """
 
     rules: Mapping[str, Rule] = {}
@@ -102,7 +102,7 @@ class Codec:
         return Rule.SUM in self.rules.values()
 
     def message(self, layout: BucketLayout) -> BucketExchange:
-        """Create the message of a bucket."""
+        """Create the ``BucketExchange`` of a bucket."""
         raise NotImplementedError
 
     def check(self, ranks: TensorCollectives, layouts: Sequence[BucketLayout]) -> None:

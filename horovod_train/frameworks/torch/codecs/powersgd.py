@@ -7,7 +7,7 @@ Each rank adds its residual to its M. With Q of the previous step:
     round 2:  Q = sum over ranks of M^T P      P Q^T approximates the sum over ranks of M
 
 The new residual of a rank is the unsent part of its own M: M - P (M^T P)^T. The sum over ranks of sent parts
-and residuals is the sum of M. A sum of matrix rank at most ``rank`` is sent exactly if Q spans its rows.
+and residuals is the sum of M. It is sent exactly if its matrix rank is <= ``rank`` and Q spans its rows.
 A matrix of n by m elements costs rank * (n + m) elements. Gradients with fewer dimensions, and matrices for
 which P and Q are not smaller, are sent uncompressed in round 1.
 
@@ -112,12 +112,12 @@ class PowerSgdMessage(BucketExchange):
         self._dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
         self.body = self._zeros(layout, sum(layout.lengths))
         pieces = layout.split(self.body)
-        ranks = {name: rank_of(shape, rank) for name, shape in layout.shapes.items()}
-        self._whole = {name: piece for name, piece in pieces.items() if not ranks[name]}
+        matrix_ranks = {name: rank_of(shape, rank) for name, shape in layout.shapes.items()}
+        self._whole = {name: piece for name, piece in pieces.items() if not matrix_ranks[name]}
         shapes = {
-            name: (shape[0], len(pieces[name]) // shape[0], ranks[name])
+            name: (shape[0], len(pieces[name]) // shape[0], matrix_ranks[name])
             for name, shape in layout.shapes.items()
-            if ranks[name]
+            if matrix_ranks[name]
         }
         num_whole = sum(map(len, self._whole.values()))
         num_left = sum(n * r for n, _, r in shapes.values())

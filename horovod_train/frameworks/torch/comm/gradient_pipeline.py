@@ -147,7 +147,7 @@ class GradientPipeline:
         self._is_listening = True
 
     def used_in_last_pass(self) -> list[torch.nn.Parameter]:
-        """Return the parameters with a gradient of the last backward pass, before ``send_rest``."""
+        """Return the parameters that got a gradient in the last backward pass; valid until ``send_rest``."""
         return [p for p, used in zip(self.parameters, self._is_packed, strict=True) if used]
 
     def finish(self, loss: torch.Tensor, *, is_changed: bool, all_count: bool = False) -> bool:

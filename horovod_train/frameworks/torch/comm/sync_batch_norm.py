@@ -154,7 +154,7 @@ def _shaped(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def excluded_from_statistics() -> Iterator[None]:
+def without_statistics() -> Iterator[None]:
     """Exclude the micro-batches of the block from the statistics."""
     global is_counted  # noqa: PLW0603  (``forward`` has no argument for it)
     is_counted = False

@@ -71,7 +71,7 @@ def _check_equivalent(
     for settings in _settings(optimizer):
         with translated(
             lambda error: UserError(
-                f"strategy {strategy} cannot split the optimizer {name} {what}: "
+                f"strategy {strategy}: the optimizer {name} cannot be {what}: "
                 f"{type(error).__name__}: {error}",
                 hint=_HINT,
             )
@@ -83,7 +83,7 @@ def _check_equivalent(
 
 def _refused(strategy: str, name: str, what: str, on: str) -> UserError:
     return UserError(
-        f"strategy {strategy} cannot split the optimizer {name} {what}: the update of an element "
+        f"strategy {strategy}: the optimizer {name} cannot be {what}: the update of an element "
         f"depends on {on}",
         hint=_HINT,
     )

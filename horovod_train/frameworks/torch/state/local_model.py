@@ -13,7 +13,7 @@ from horovod_train.collectives.base import Communicator, any_rank
 from horovod_train.config.schema import Train
 from horovod_train.frameworks.base import StepClock, add_metric
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model
-from horovod_train.frameworks.torch.comm.sync_batch_norm import excluded_from_statistics
+from horovod_train.frameworks.torch.comm.sync_batch_norm import without_statistics
 from horovod_train.frameworks.torch.state.saved_state import SavedState, load_rank_states, rank_state_of
 from horovod_train.frameworks.torch.step.averaged_weights import AveragedWeights
 from horovod_train.frameworks.torch.step.loss import StepLoss
@@ -69,17 +69,15 @@ class ReplicaBase:
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
     @contextmanager
-    def excluded_from_statistics(self) -> Iterator[None]:
+    def without_statistics(self) -> Iterator[None]:
         """Restore running statistics after the block, which runs the passes of a padding micro-batch."""
-        with self.statistics.kept(), excluded_from_statistics():
+        with self.statistics.kept(), without_statistics():
             yield
 
     def pass_context_of(self, clock: StepClock) -> PassContext:
         """Return the context for a strategy that runs the passes of a step itself."""
         assert self.task is not None
-        return PassContext(
-            self.task, self.autocast, clock.lap, self.excluded_from_statistics, self.loss.weigh
-        )
+        return PassContext(self.task, self.autocast, clock.lap, self.without_statistics, self.loss.weigh)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:

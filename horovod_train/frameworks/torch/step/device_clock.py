@@ -84,14 +84,14 @@ class DeviceClock(StepClock):
     """Clock of a step's phases on the device; durations are available after ``read``.
 
     A phase is the device time between two laps. The optimizer phase is the time of its kernels, and reading
-    data takes no time while the device has other work. ``update_synchronizes``: the update reads numbers from
+    data takes no time while the device has other work. ``synchronizes``: the update reads numbers from
     the device.
     """
 
-    def __init__(self, timer: Timer, *, update_synchronizes: bool = False) -> None:
+    def __init__(self, timer: Timer, *, synchronizes: bool = False) -> None:
         super().__init__()
         self._timer = timer
-        self._settles = update_synchronizes
+        self._settles = synchronizes
         self._laps: list[tuple[str, Any]] = [("", timer.mark())]
 
     def lap(self, phase: str) -> None:

@@ -49,7 +49,7 @@ class BeginsSteps(Protocol):
     """A component that is called at the start of each step."""
 
     def begin(self, step: PlannedStep) -> None:
-        """Begin a step; gradients are cleared."""
+        """Begin a step; the replica has already cleared the gradients."""
         ...
 
 
@@ -68,8 +68,8 @@ class TorchReplica(ReplicaBase):
         model: The model, on its device.
         optimizer: Optimizer of the model's parameters.
         strategy: Parallelism strategy, bound to model and optimizer.
-        world: The data-parallel group: the ranks that read different samples.
-        all_ranks: All ranks of the job; None: ``world``. Differs under tensor and pipeline parallelism.
+        data_ranks: The data-parallel group: the ranks that read different samples.
+        all_ranks: All ranks of the job; None: ``data_ranks``. Differs under tensor and pipeline parallelism.
         train: The job's ``train`` section.
         task: Computes loss and metrics; None: the user's own loop computes them.
         forward_model: The compiled model that the task calls; None: ``model``.
@@ -86,7 +86,7 @@ class TorchReplica(ReplicaBase):
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         strategy: Strategy,
-        world: Communicator,
+        data_ranks: Communicator,
         train: Train,
         task: TorchTask | None = None,
         forward_model: torch.nn.Module | None = None,
@@ -99,17 +99,17 @@ class TorchReplica(ReplicaBase):
         self.model, self.optimizer, self.strategy, self.task, self.train = (
             model, optimizer, strategy, task, train,
         )  # fmt: skip
-        self.data_ranks, self.all_ranks = world, all_ranks or world
+        self.data_ranks, self.all_ranks = data_ranks, all_ranks or data_ranks
         self.forward_model = model if forward_model is None else forward_model
         self._flops = flops or FlopCounter(is_enabled=False)
         self._health = health or Health()
         self._guard_gradients = self._health.non_finite == "skip"
         # Parameters that other ranks own are meta tensors.
         self.device = next(p.device for p in model.parameters() if not p.is_meta)
-        self.loss = StepLoss(strategy, world, self.all_ranks, self.device)
+        self.loss = StepLoss(strategy, data_ranks, self.all_ranks, self.device)
         self.scaler: torch.amp.GradScaler = DeviceScaler(self.device.type, enabled=train.precision == "fp16")
         self.statistics = RunningStatistics(model)
-        self.equality = Equality(model, strategy, self.statistics, world, self.all_ranks)
+        self.equality = Equality(model, strategy, self.statistics, data_ranks, self.all_ranks)
         self.averaged = AveragedWeights(model, optimizer, strategy, ema)
         self.saved_state = SavedState(
             model, optimizer, strategy, self.scaler, self.averaged, prints_notices=self.all_ranks.rank == 0
@@ -124,7 +124,7 @@ class TorchReplica(ReplicaBase):
             self._timer = CudaTimer() if self.device.type == "cuda" else HostTimer()
         if self.lag_steps:
             strategy.defer_results()
-        averaged_buffers = AveragedBuffers(model, train.average_buffers, world)
+        averaged_buffers = AveragedBuffers(model, train.average_buffers, data_ranks)
         self._parts: list[BeginsSteps] = [strategy, self.loss, averaged_buffers]
         if self._guard_gradients or self.lag_steps:  # later steps start before this result is known
             self._parts.append(self.statistics)
@@ -152,20 +152,16 @@ class TorchReplica(ReplicaBase):
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Outcome:
         """Perform one optimizer step; on a CPU, a synchronous strategy waits for all ranks."""
-        with self.first_steps.checked(step) as same:
+        with self.first_steps.checked(step) as step_to_run:
             clock = self.new_clock()
-            self.begin(same)
+            self.begin(step_to_run)
             with self._flops.counting(step.share.num_local_samples):
-                self.run_schedule(same, clock)
+                self.run_schedule(step_to_run, clock)
             return self.finish(clock, lr, want_norm=want_norm)
 
     def new_clock(self) -> StepClock:
         """Start a clock that measures the phases of a step."""
-        return (
-            StepClock()
-            if self._timer is None
-            else DeviceClock(self._timer, update_synchronizes=not self.lag_steps)
-        )
+        return DeviceClock(self._timer, synchronizes=not self.lag_steps) if self._timer else StepClock()
 
     def begin(self, step: PlannedStep) -> None:
         """Begin a step: set training mode, and clear gradients."""
@@ -192,7 +188,7 @@ class TorchReplica(ReplicaBase):
     def _run_passes(self, batch: object, share: float, clock: StepClock, *, is_last: bool) -> None:
         """Run forward and backward pass of a micro-batch."""
         self.strategy.set_requires_sync(is_last=is_last)
-        with nullcontext() if share else self.excluded_from_statistics():
+        with nullcontext() if share else self.without_statistics():
             with self.autocast(), self._gradient_watch.watched() if share < 1 else nullcontext():
                 loss = self._task.loss(self.forward_model, batch)
             clock.lap("forward")

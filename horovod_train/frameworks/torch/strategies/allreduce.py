@@ -147,7 +147,7 @@ class AllreduceStrategy(Strategy):
             frozen = {n for n, parameter in self._named.items() if not parameter.requires_grad}
             self._rank_state.store({key: t for key, t in self._state().items() if key[0] in frozen})
         all_used = pipeline.finish(weighted_loss, is_changed=is_changed, all_count=self._codec.keeps_residual)
-        # Only a rank without some gradient reads the flags from the device; other ranks use all parameters.
+        # Only a rank that lacks a gradient reads the flags from the device; others use every parameter.
         used = None if all_used else self._used_anywhere(trailer.used)
         set_gradients(pipeline.buckets, used)
         self._summed = [bucket.gradients for bucket in pipeline.buckets]

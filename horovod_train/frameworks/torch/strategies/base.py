@@ -77,7 +77,7 @@ class Capabilities:
         meta_model: ``wrap`` accepts a model on the meta device, and loads its weights from a file.
         sums: The loss may be a sum and a count: ``divide_gradients`` is called with the total count.
         unused_have_zeros: The gradient of a parameter that no rank uses is zero instead of None.
-        num_loss_copies: If ``owns_schedule``: number of ranks with the same loss, by which sums are divided.
+        num_loss_copies: If ``owns_schedule``: number of ranks with the same loss; divides the total count.
         rank_state_kind: Name of the format of ``rank_state``; only rank state of this kind is loaded.
     """
 
@@ -131,7 +131,7 @@ class PassContext:
         task: The task, which calls the model.
         autocast: Returns the context of a forward pass.
         lap: Ends a phase of the step.
-        excluded_from_statistics: Returns a context for padding micro-batches, which change no running
+        without_statistics: Returns a context for padding micro-batches, which change no running
             statistics.
         weigh: Returns a micro-batch's part of the step's loss, given its loss and fraction of samples.
     """
@@ -139,7 +139,7 @@ class PassContext:
     task: TorchTask
     autocast: Callable[[], AbstractContextManager[object]]
     lap: Callable[[str], None]
-    excluded_from_statistics: Callable[[], AbstractContextManager[object]]
+    without_statistics: Callable[[], AbstractContextManager[object]]
     weigh: Callable[[object, float], torch.Tensor]
 
 
@@ -158,7 +158,7 @@ class GradientSync:
         """Start a step."""
 
     def set_requires_sync(self, *, is_last: bool) -> None:
-        """Prepare for a forward and backward pass; gradients of the last pass may be reduced at once."""
+        """Prepare for a forward and backward pass; gradients may be reduced during the last one of a step."""
 
     def backward(self, weighted_loss: torch.Tensor) -> None:
         """Run the backward pass of a micro-batch.
@@ -172,9 +172,9 @@ class GradientSync:
         """Raise ``UserError`` for a backward pass within the task's loss."""
         if self.is_in_loss:
             raise UserError(
-                "the task's loss calls backward(): its gradients would count as those of the "
-                "whole batch on each rank",
-                hint="return the sum of all terms, or use torch.autograd.grad for what is not to be trained",
+                "the task's loss calls backward(): its gradients would not be weighted by the "
+                "fraction of the samples that this rank has",
+                hint="return the sum of all terms, or torch.autograd.grad for gradients that no update uses",
             )
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
@@ -240,7 +240,7 @@ class Updater:
         return nullcontext()
 
     def gather_weights(self) -> None:
-        """Gather the weights, outside of a step, after the optimizer of each rank has changed its parts."""
+        """Gather the weights after each rank's optimizer has changed its parts outside of a step."""
 
 
 class LocalState:
@@ -309,7 +309,7 @@ class Schedule:
 
 
 class Strategy(GradientSync, Updater, LocalState, Schedule):
-    """Base class of all strategies, for data parallelism over whole replicas.
+    """Base class of all strategies; its defaults are those of data parallelism over whole replicas.
 
     Attributes:
         capabilities: Properties that the replica depends on.
@@ -362,7 +362,7 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
 
     @contextmanager
     def same_random_state(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Yield the next step for the reference model, which then draws the strategy's random numbers."""
+        """Yield the step for the reference model, which draws the strategy's random numbers in it."""
         yield step
 
 

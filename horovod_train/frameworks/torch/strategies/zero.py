@@ -189,7 +189,7 @@ class Zero(Strategy):
                 "strategy zero: the set of trained parameters has changed, and zero shards its state once",
                 hint="freeze parameters before training begins, or use strategy: allreduce",
             )
-        # Only a rank without some gradient reads the flags from the device; other ranks use all parameters.
+        # Only a rank that lacks a gradient reads the flags from the device; others use every parameter.
         is_used = [True] * len(self._names) if all_used else (trailer.used > 0).tolist()
         for piece in self._by_weight.values():
             found = piece.gradient.to(piece.weight.dtype)
@@ -198,7 +198,7 @@ class Zero(Strategy):
 
     @torch.no_grad()
     def _restore_replaced_memory(self) -> None:
-        """Copy weights whose ``data`` the task has replaced back to the memory that this strategy updates.
+        """If the task has replaced a weight's ``data``, copy it to the memory that this strategy updates.
 
         Raises:
             UserError: The replacement has another shape or data type.

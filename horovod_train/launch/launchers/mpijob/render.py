@@ -183,7 +183,7 @@ def _launcher(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
         "securityContext": _container_security(job, is_worker=False),
         "volumeMounts": _mounts(job),
     }
-    return _pod(job, container, _volumes(job), on_demand=True)
+    return _pod(job, container, _volumes(job), is_launcher=True)
 
 
 def _worker(job: Job) -> Manifest:
@@ -211,10 +211,10 @@ def _worker(job: Job) -> Manifest:
         "volumeMounts": [*_mounts(job), {"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108
     }
     shm: Manifest = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shm_size}}
-    return _pod(job, container, [*_volumes(job), shm], on_demand=False)
+    return _pod(job, container, [*_volumes(job), shm], is_launcher=False)
 
 
-def _pod(job: Job, container: Manifest, volumes: list[Manifest], *, on_demand: bool) -> Manifest:
+def _pod(job: Job, container: Manifest, volumes: list[Manifest], *, is_launcher: bool) -> Manifest:
     kubernetes = job.launch.kubernetes
     spec: Manifest = {
         "automountServiceAccountToken": False,
@@ -232,9 +232,9 @@ def _pod(job: Job, container: Manifest, volumes: list[Manifest], *, on_demand: b
     }
     if kubernetes.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
-    if not on_demand:
+    if not is_launcher:
         spec |= _placement(job)
-    scraped = {} if on_demand else _scrape_annotations(job)
+    scraped = {} if is_launcher else _scrape_annotations(job)
     annotations = {"sidecar.istio.io/inject": "false", **scraped, **kubernetes.annotations}
     metadata: Manifest = {"annotations": annotations}
     if labels := _labels(job):
@@ -243,7 +243,7 @@ def _pod(job: Job, container: Manifest, volumes: list[Manifest], *, on_demand: b
 
 
 def _scrape_annotations(job: Job) -> dict[str, str]:
-    """Return annotations for a Prometheus that its Helm chart configured, without the operator."""
+    """Return annotations for a Prometheus that discovers pods by ``prometheus.io/...`` annotations."""
     if not (job.launch.kubernetes.scrape_annotations and job.metrics.enabled):
         return {}
     scheme = "http" if job.metrics.tls is None else "https"

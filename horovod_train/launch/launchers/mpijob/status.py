@@ -18,14 +18,14 @@ from horovod_train.launch.launchers.mpijob.render import (
 )
 
 Warned = tuple[str, str]
-CANCELLED_MESSAGE = "drain requested, then deleted; checkpoints are in its run_dir"
+CANCELLED_MESSAGE = "requested to save and exit, then deleted; checkpoints are in its run_dir"
 # Time that the operator may need to record the end of a launcher, in seconds.
 UNNOTICED_S = 60.0
 # Reasons of warnings of permanent errors.
 FATAL_REASONS = {"ValidationError", "FailedCreate", "InvalidImageName", "ErrResourceExists"}
-# The operator's reason is the same for all failures to create workers; this matches those of admission.
+# The operator gives the same reason for all failures to create workers; this matches admission errors.
 _IS_REFUSED = re.compile(r"created failed: .* is (forbidden|invalid)", re.DOTALL)
-# Exceptions, which are transient: quota may be freed, and a new namespace has no service account at first.
+# Transient, hence not fatal: quota may be freed, and a new namespace has no service account at first.
 _MAY_PASS = re.compile(
     r"exceeded quota|timed? ?out|connection refused|looking up service account", re.IGNORECASE
 )
@@ -73,7 +73,7 @@ def _termination_status(mpi_job: Manifest, cluster: Cluster) -> JobStatus | None
     metadata = section(mpi_job, "metadata")
     if CANCELLED in section(metadata, "annotations"):
         if running_pods(cluster, text(metadata, "name")):
-            return JobStatus("leaving", message="cancelled: its ranks were drain requested")
+            return JobStatus("leaving", message="cancelled: its ranks were requested to save and exit")
         return JobStatus("cancelled", 143, CANCELLED_MESSAGE)
     if "deletionTimestamp" in metadata:
         return JobStatus("leaving", message="it was deleted; its pods are terminating")
@@ -83,14 +83,14 @@ def _termination_status(mpi_job: Manifest, cluster: Cluster) -> JobStatus | None
 def _suspended(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
     if DRAINED not in section(mpi_job, "metadata", "annotations"):
         return JobStatus(
-            "waiting", message="suspended: by its queue, or until spec.runPolicy.suspend is false"
+            "waiting", message="suspended by its queue or a user; starts when spec.runPolicy.suspend is false"
         )
     if running_pods(cluster, text(mpi_job, "metadata", "name")):
-        return JobStatus("leaving", message="suspended: its ranks were drain requested")
+        return JobStatus("leaving", message="suspended: its ranks were requested to save and exit")
     return JobStatus(
         "preempted",
         75,
-        "suspended: its ranks were drain requested, and have left; run.log in its folder tells "
+        "suspended: its ranks were requested to save, and have exited; run.log in its folder tells "
         "whether they saved (ranks that hang cannot)",
     )
 
@@ -106,7 +106,7 @@ def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_accepted: bool) -
         "waiting",
         message="the MPI operator has not processed it; check that it runs: "
         "`kubectl get pods --all-namespaces | grep mpi-operator`. "
-        "After it failed to create the workers of a job of this name, it retries after up to 17 minutes",
+        "If it failed to create workers for an earlier job of this name, it pauses for up to 17 minutes",
     )
 
 
@@ -139,7 +139,7 @@ def _why_waiting(cluster: Cluster, name: str, warned: Sequence[Warned]) -> str:
 
 
 def _container_messages(pods: Sequence[Pod]) -> list[str]:
-    """Return the kubelet's reason why a container does not start, which includes its image."""
+    """Return the kubelet's reason and message (with the image) for a container that does not start."""
     for pod in pods:
         for container in pod.containers:
             if container.waiting is not None:
@@ -157,7 +157,7 @@ def _unobserved_end(pods: Sequence[Pod]) -> str:
         since_s = (datetime.now(UTC) - max(ends)).total_seconds()
         if since_s > UNNOTICED_S:
             return (
-                f"its launcher has ended well {duration(since_s)} ago, and the MPI operator has not taken "
+                f"its launcher succeeded {duration(since_s)} ago, and the MPI operator has not taken "
                 "note; is it running? `kubectl get pods --all-namespaces | grep mpi-operator`"
             )
     return ""

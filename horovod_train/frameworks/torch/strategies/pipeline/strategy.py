@@ -269,7 +269,7 @@ class Pipeline(ModelParallel):
                 batches,
                 len(shares),
                 weighted,
-                lambda at: nullcontext() if shares[at] else context.excluded_from_statistics(),
+                lambda at: nullcontext() if shares[at] else context.without_statistics(),
             )
             self._check_same_trained()
             order = order_of(
