@@ -176,7 +176,7 @@ def test_a_misspelled_metric_is_an_error_and_not_ignored(tmp_path):
     done = cli("run", str(path), cwd=tmp_path, check=False)
 
     assert done.returncode == 2
-    assert "checkpoint.best.metric: there is no 'los'" in done.stderr
+    assert "checkpoint.best.metric: the evaluation has no metric 'los'; it has loss" in done.stderr
     assert "did you mean 'loss'?" in done.stderr
 
 
