@@ -400,7 +400,7 @@ CASES = (
             strategy,
             accumulation=2,
             task=task,
-            is_long=task == "SpoiledTask" and strategy not in DEEPSPEED,
+            is_long=task == "SpoiledTask",
             **ADAMW,
         )
         for strategy in (*SYNCHRONOUS, *DEEPSPEED)
@@ -413,7 +413,12 @@ CASES = (
     Way("deepspeed initial weights from a file", DEEPSPEED[2], start=0.5, **IN_32_BITS),
     Way("hybrid shards initial weights from a file", HYBRID, start=0.5, **ADAMW),
     *(
-        Way(f"deepspeed, stage {stage}, partly used", DEEPSPEED[stage - 1], task="PartlyUsedTask")
+        Way(
+            f"deepspeed, stage {stage}, partly used",
+            DEEPSPEED[stage - 1],
+            task="PartlyUsedTask",
+            is_long=stage < 3,
+        )
         for stage in (1, 2, 3)
     ),
     Way("allreduce, then deepspeed", ALLREDUCE, then=DEEPSPEED[2], **IN_32_BITS),

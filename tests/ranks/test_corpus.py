@@ -54,13 +54,16 @@ def wrong(results):
     return {key: found for key, found in results.items() if found["what"] not in ("equal", "refused")}
 
 
-# Of one setting: every tenth pair of a model and a strategy.
-def test_every_tenth_model_is_trained_as_one_process_does_or_is_refused(tmp_path):
+# Of one setting: every thirtieth pair of a model and a strategy; every tenth one in campaigns.
+@pytest.mark.parametrize(
+    ("part", "num_pairs"), [("3/30", 50), pytest.param("3/10", 150, marks=pytest.mark.campaign)]
+)
+def test_a_part_of_the_models_is_trained_as_one_process_does_or_is_refused(tmp_path, part, num_pairs):
     strategies = ["--strategy", *STRATEGIES, "--settings", "easy"]
-    results = trained(tmp_path, "--part", "3/10", *strategies, at_once=2)
+    results = trained(tmp_path, "--part", part, *strategies, at_once=2)
     said = trained_by(PAGE.read_text(), cases(), COLUMNS)
 
-    assert len(results) >= 150
+    assert len(results) >= num_pairs
     assert not wrong(results)
     refused = {tuple(key.split()[:2]) for key, found in results.items() if found["what"] == "refused"}
     assert not refused & said

@@ -131,7 +131,9 @@ def test_a_killed_rank_is_told_from_one_that_says_why(tmp_path, controller):
     assert "Traceback" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "ddp", pytest.param("fsdp", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("allreduce", "fsdp"))]
+)
 @mostly("gloo")
 def test_a_rank_that_stays_away_is_named_while_it_does_and_in_the_end(tmp_path, controller, strategy):
     health = {"stall_warning_s": 2.0, "stall_shutdown_s": 8.0}

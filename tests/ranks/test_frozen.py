@@ -63,7 +63,7 @@ def check_named_then_ended(folder, running, rank):
     assert "kill -CONT" in error
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path, rank):
     running = Running(tmp_path, job(tmp_path, "numpy", {"num_ranks": 2}), 2)
     (stopped,) = [each for each in running.ranks if each.environ()["OMPI_COMM_WORLD_RANK"] == str(rank)]
@@ -193,7 +193,7 @@ class TestAMachineWithoutOurLauncher:
         assert f"rank 0: this rank has waited for {WARNING_S:.0f} s for the others to join" in told
         wait_for(lambda: not any(map(is_alive, family)), 10)
 
-    @pytest.mark.parametrize("num_ranks", [2, 4])
+    @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.campaign)])
     def test_a_stopped_rank_is_named_and_ends_all(self, tmp_path, num_ranks):
         took_s, output = self.stop_one(tmp_path, self.worker(tmp_path, "numpy"), "mpi", num_ranks)
 

@@ -32,8 +32,11 @@ def hosts(tmp_path_factory):
         yield made
 
 
-@pytest.fixture(params=LAUNCHES)
+@pytest.fixture(
+    params=[pytest.param(n, marks=pytest.mark.campaign if n == "mpirun" else ()) for n in LAUNCHES]
+)
 def how(request):
+    """Through horovodrun; with mpirun in a campaign."""
     return LAUNCHES[request.param]
 
 

@@ -71,8 +71,9 @@ def notes_by_call(notes: Path) -> list[list[list[int]]]:
 @pytest.mark.parametrize(
     ("controller", "framework"),
     [
-        *(("mpi", "torch"), ("mpi", "numpy"), ("gloo", "numpy")),
-        pytest.param("gloo", "torch", marks=pytest.mark.campaign),
+        *(("mpi", "numpy"), ("gloo", "numpy")),
+        # PyTorch's in `make test`: test_every_framework_recovers.py
+        *(pytest.param(each, "torch", marks=pytest.mark.campaign) for each in ("mpi", "gloo")),
     ],
 )
 def test_killed_in_mid_epoch_and_resumed_is_bit_for_bit_the_undisturbed_run(tmp_path, controller, framework):

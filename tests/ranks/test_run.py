@@ -190,7 +190,12 @@ def test_ranks_that_make_different_models_are_told_before_they_wait_for_each_oth
 
 
 @pytest.mark.parametrize(
-    ("launcher", "controller"), [("horovodrun", "mpi"), ("horovodrun", "gloo"), ("mpirun", "mpi")]
+    ("launcher", "controller"),
+    [
+        ("horovodrun", "mpi"),
+        ("horovodrun", "gloo"),
+        pytest.param("mpirun", "mpi", marks=pytest.mark.campaign),
+    ],
 )
 def test_a_run_on_one_machine_listens_on_loopback_only(tmp_path, launcher, controller):
     path = job(

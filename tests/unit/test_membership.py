@@ -224,7 +224,7 @@ class TestWhileRanksRun:
         asked, said = self.asked(membership, listed, lambda: rewrite(listed, "up1\n"))
 
         assert asked
-        assert said == ["elastic: up2 is to go; saving"]
+        assert said == ["elastic: up2 was removed from the host list; saving a checkpoint"]
 
     def test_a_host_that_is_added_and_answers_is_used(self, membership, listed):
         asked, said = self.asked(membership, listed, lambda: rewrite(listed, "up1\nup2\nup3\n"))
@@ -265,7 +265,10 @@ class TestWhileRanksRun:
         asked, said = self.asked(membership, listed, change)
 
         assert asked
-        assert said[1:] == ["elastic: hosts are listed again", "elastic: up2 is to go; saving"]
+        assert said[1:] == [
+            "elastic: hosts are listed again",
+            "elastic: up2 was removed from the host list; saving a checkpoint",
+        ]
 
 
 def test_what_ranks_get_is_a_job_that_they_accept(tmp_path):

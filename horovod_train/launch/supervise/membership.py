@@ -136,7 +136,9 @@ class Membership:
             gone = used - set(map(name_of, listed))
             # Act only if missing in two polls: the list may be read while it is being written.
             if gone & gone_before:
-                self._report(f"elastic: {', '.join(sorted(gone))} is to go; saving")
+                self._report(
+                    f"elastic: {', '.join(sorted(gone))} was removed from the host list; saving a checkpoint"
+                )
                 leave()
                 return
             gone_before = gone
