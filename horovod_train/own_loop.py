@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import strftime
 from typing import Any, Self
@@ -68,9 +68,15 @@ class OwnRun(Run):
         for hook in self.hooks:
             hook.on_epoch(self, evaluated=True)
 
-    def resuming_updates(self) -> ResumingUpdates:
-        """Return a context that re-enables updates after a NumericError, so that a loop can continue."""
-        return ResumingUpdates(self)
+    @contextmanager
+    def resuming_updates(self) -> Iterator[None]:
+        """Re-enable updates if the block raises ``NumericError``, so that a loop can continue."""
+        try:
+            yield
+        except NumericError:
+            self.replica.resume_updates()
+            self.pending_steps.clear()
+            raise
 
 
 def make_own_run(
@@ -104,21 +110,6 @@ def end_runs(runs: Iterable[OwnRun], *, has_failed: bool) -> None:
     """
     for run in runs:
         (loop.report_pending_steps_after_failure if has_failed else loop.end)(run)
-
-
-@dataclass
-class ResumingUpdates:
-    """Re-enables updates when its block raises NumericError, because that step has disabled them."""
-
-    run: OwnRun
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, NumericError):
-            self.run.replica.resume_updates()
-            self.run.pending_steps.clear()
 
 
 AnyOptimizer = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]

@@ -27,7 +27,6 @@ from horovod_train.frameworks.lightning.callbacks import (
     report_not_called,
     state_of,
 )
-from horovod_train.frameworks.lightning.replica import LightningReplica
 from horovod_train.frameworks.lightning.strategy import HorovodStrategy
 from horovod_train.frameworks.lightning.task import OPTIONAL, REQUIRED, LightningTask
 from horovod_train.frameworks.reader import start_loader_server
@@ -45,6 +44,7 @@ from horovod_train.frameworks.torch.state.optimizer import GroupRates, optimizer
 from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
+from horovod_train.frameworks.trainer_replica import TrainerReplica
 
 
 class LightningFramework(TorchBased):
@@ -58,7 +58,7 @@ class LightningFramework(TorchBased):
             start_loader_server("horovod_train.frameworks.torch.reader")
         return connect(TorchCommunicator, job)
 
-    def prepare(self, job: Job, mesh: Mesh) -> tuple[LightningReplica, TorchReader, TorchReader | None]:
+    def prepare(self, job: Job, mesh: Mesh) -> tuple[TrainerReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         world = mesh.data
         set_up(job)
@@ -88,8 +88,8 @@ class LightningFramework(TorchBased):
             )
         complete = SingleRankStrategy()  # HorovodStrategy sums the gradients
         complete.bind(module, optimizer)
-        self._replica = LightningReplica(
-            module,
+        self._replica = TrainerReplica(
+            model=module,
             optimizer=optimizer,
             strategy=complete,
             data_ranks=world,
@@ -224,7 +224,7 @@ class _StepTimer(lightning.Callback):
         self,
         bridge: Bridge,
         strategy: HorovodStrategy,
-        replica: LightningReplica,
+        replica: TrainerReplica,
         source: _Source,
         *,
         has_others: bool,

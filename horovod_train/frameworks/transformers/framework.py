@@ -50,7 +50,7 @@ from horovod_train.frameworks.torch.state.optimizer import GroupRates, optimizer
 from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy
-from horovod_train.frameworks.transformers.replica import TransformersReplica
+from horovod_train.frameworks.trainer_replica import TrainerReplica
 from horovod_train.frameworks.transformers.task import OPTIONAL, REQUIRED, TransformersTask
 from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher, lengths_of
 
@@ -70,7 +70,7 @@ class TransformersFramework(TorchBased):
         hide_launcher(os.environ)
         return world
 
-    def prepare(self, job: Job, mesh: Mesh) -> tuple[TransformersReplica, TorchReader, TorchReader | None]:
+    def prepare(self, job: Job, mesh: Mesh) -> tuple[TrainerReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         world = mesh.data
         set_up(job)
@@ -94,7 +94,7 @@ class TransformersFramework(TorchBased):
         self._train_reader = read(self._task.train_data())
         self._gradients = summed_gradients(world, job.allreduce)
         self._gradients.bind(model, optimizer)
-        self._replica = TransformersReplica(
+        self._replica = TrainerReplica(
             model=model, optimizer=optimizer, strategy=self._gradients, data_ranks=world, train=job.train
         )
         self._trainer = _JobTrainer(
@@ -184,7 +184,7 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
     source: _Source
 
     def __init__(
-        self, *, world: Communicator, gradients: Strategy, replica: TransformersReplica, **settings: Any
+        self, *, world: Communicator, gradients: Strategy, replica: TrainerReplica, **settings: Any
     ) -> None:
         super().__init__(world=world, **settings)
         self.gradients = gradients

@@ -6,10 +6,11 @@ output of the launcher -> secrets hidden -> parsed -> followers: logs, stalls, t
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from horovod_train.events.file import EventsFile
 from horovod_train.events.text import tagged
@@ -24,16 +25,15 @@ CHATTER = re.compile(r"before absl::InitializeLog|port\.cc:\d+\] oneDNN custom o
 Kind = TypeVar("Kind", bound=Event)
 
 
-class Follower(Protocol):
+class Follower(ABC):
     """Consumer of the output of a run."""
 
+    @abstractmethod
     def handle(self, line: Line) -> None:
         """Process one line. A line without rank is from the launcher."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (optional)
         """Finish the work at the end of an attempt."""
-        ...
 
 
 class Output:
@@ -66,7 +66,7 @@ class Output:
             follower.close()
 
 
-class RunLog:
+class RunLog(Follower):
     """Follower that writes every line to the log of the run, which the caller closes."""
 
     def __init__(self, log: LogFile) -> None:
@@ -76,11 +76,8 @@ class RunLog:
         """Write a line unchanged."""
         self._log.write(line.raw)
 
-    def close(self) -> None:
-        """Do nothing."""
 
-
-class ShowOnConsole:
+class ShowOnConsole(Follower):
     """Follower that shows the output and the events of ranks on a console."""
 
     def __init__(self, console: JobConsole) -> None:
@@ -106,7 +103,7 @@ class ShowOnConsole:
         self._console.close()
 
 
-class WriteEvents:
+class WriteEvents(Follower):
     """Follower that writes events to the events file of the run, which the caller closes."""
 
     def __init__(self, events: EventsFile) -> None:
@@ -117,11 +114,8 @@ class WriteEvents:
         if line.event is not None:
             self._events.write(line.event, line.rank)
 
-    def close(self) -> None:
-        """Do nothing, because the next attempt writes to the same file."""
 
-
-class RecordEvents:
+class RecordEvents(Follower):
     """Follower that collects events for its caller."""
 
     def __init__(self) -> None:
@@ -131,9 +125,6 @@ class RecordEvents:
         """Store the event of a line, if there is one."""
         if line.event is not None:
             self.events.append(line.event)
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def of_kind(self, kind: type[Kind]) -> list[Kind]:
         """Return the events of one kind, in order."""

@@ -26,7 +26,7 @@ from horovod_train.events.types import (
     Summary,
 )
 from horovod_train.events.wire import Line
-from horovod_train.launch.supervise.follow import CHATTER
+from horovod_train.launch.supervise.follow import CHATTER, Follower
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.stalls import Stalls
 from horovod_train.system.signals import DRAIN_SIGNALS, exit_code_of
@@ -55,7 +55,7 @@ class Ended:
     frozen: Sequence[Frozen] = ()
 
 
-class Outcome:
+class Outcome(Follower):
     """Follower that determines the outcome of a run from events and messages of the launcher.
 
     Args:
@@ -104,9 +104,6 @@ class Outcome:
         # Launchers repeat the errors of ranks at length; used only if no rank has reported one.
         self._last_words.append(text)
         self._killed = self._killed or killed_rank("\n".join(self._last_words))
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def check(self, ended: Ended) -> None:
         """Return if the job succeeded; otherwise, raise one error with the cause.

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from horovod_train.events.wire import Line
+from horovod_train.launch.supervise.follow import Follower
 from horovod_train.system.files import LogFile
 
 
-class RankLogs:
+class RankLogs(Follower):
     """Follower that writes the output of each rank, without events, to ``rank-N.log`` in the run folder."""
 
     def __init__(self, log_dir: Path, on_loss: Callable[[str], None]) -> None:

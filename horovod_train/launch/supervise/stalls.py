@@ -8,12 +8,13 @@ from collections.abc import Callable
 from horovod_train.errors import describe_ranks
 from horovod_train.events.types import Progress, Stalled, Summary
 from horovod_train.events.wire import Line
+from horovod_train.launch.supervise.follow import Follower
 
 # "1!: [allreduce.gradients, ...]": a rank, and the collectives that it is missing from.
 _MISSING = re.compile(r"(\d+)!?: \[(.+?)(?: \.\.\.)?\]$")
 
 
-class Stalls:
+class Stalls(Follower):
     """Follower that tracks, in ``missing``, the collectives that a rank is missing from, by rank.
 
     ``report`` is called with a sentence when they change; with an empty text when no rank is missing.
@@ -50,6 +51,3 @@ class Stalls:
             self._report(str(self))
         elif self._listed_by == rank:
             self._listed_by = None
-
-    def close(self) -> None:
-        """Do nothing."""

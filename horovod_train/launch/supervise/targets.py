@@ -10,12 +10,13 @@ from horovod_train.events.targets import as_document, parse_targets
 from horovod_train.events.types import Target, Targets
 from horovod_train.events.wire import Line
 from horovod_train.launch.base import LaunchRequest
+from horovod_train.launch.supervise.follow import Follower
 from horovod_train.system.files import write_atomic
 
 TARGETS_FILE = "prometheus-targets.json"
 
 
-class TargetFiles:
+class TargetFiles(Follower):
     """Follower that writes the target files for Prometheus, and removes the run's targets at the end.
 
     The files may also contain targets of other runs of the job.

@@ -248,6 +248,8 @@ class LocalState:
 
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
+    _numbering: Sequence[str | int] = ()
+    """Names for ``numbering`` if this rank has not all optimized parameters."""
 
     def num_parameters(self) -> int:
         """Return the number of trainable elements of the whole model."""
@@ -278,7 +280,7 @@ class LocalState:
 
     def numbering(self) -> Sequence[str | int]:
         """Return the names of the whole model's optimized parameters, in the order of its optimizer."""
-        return [parameter.name for parameter in self.optimized()]
+        return self._numbering or [parameter.name for parameter in self.optimized()]
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
         """Load the ``saved_optimizer``'s state after the weights; ``document`` is for ``load_state_dict``."""

@@ -148,10 +148,6 @@ class Zero(Strategy):
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         return [self._as_optimized(self._by_weight[id(weight)]) for weight in weights]
 
-    def numbering(self) -> Sequence[str | int]:
-        """Return the names of the whole model's optimized parameters, in the order of its optimizer."""
-        return self._numbering
-
     def _as_optimized(self, piece: Piece) -> OptimizedParameter:
         whole = tuple(piece.slot.parameter.shape)
         return OptimizedParameter(

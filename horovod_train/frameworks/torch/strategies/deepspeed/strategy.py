@@ -311,10 +311,6 @@ class DeepSpeed(TorchDistributed):
         """Return this rank's shards of the optimizer's parameters, in its order."""
         return self._flat.optimized()
 
-    def numbering(self) -> Sequence[str | int]:
-        """Return the names of the whole model's optimized parameters, in the order of its optimizer."""
-        return self._numbering
-
     def load_optimizer(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
         """Load an optimizer's state into DeepSpeed, after the weights."""
         super().load_optimizer(optimizer, document)

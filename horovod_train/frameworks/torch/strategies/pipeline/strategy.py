@@ -224,10 +224,6 @@ class Pipeline(ModelParallel):
         found = self._model.state_dict().items()
         return {name: local_tensor_of(tensor) for name, tensor in found if name in self._owns}
 
-    def numbering(self) -> Sequence[str | int]:
-        """Return the names of the whole model's optimized parameters, in the order of its optimizer."""
-        return self._numbering
-
     # -- passes
 
     @contextmanager
