@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from horovod_train.collectives.base import Communicator
-from horovod_train.data.shard import StepShare, epoch_order, num_steps, steps_of_epoch
+from horovod_train.data.shard import epoch_order, num_steps, steps_of_epoch
 from horovod_train.errors import UserError
 
 
@@ -43,6 +44,7 @@ class Shards:
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # of the epoch that was read last
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch, equal on all ranks."""
@@ -55,20 +57,26 @@ class Shards:
         samples of the step. The weight is 1 in full steps. A rank without samples receives one sample with
         weight 0.
         """
-        order = epoch_order(self.num_samples, self._seed, number, shuffle=self._shuffle)
-        for step in self._steps():
-            weight, rows = 0.0, order[:1]
-            if step.micro_batches:
-                (piece,) = step.micro_batches
-                weight, rows = piece.share * self._world.size, order[piece.start : piece.stop]
-            yield weight, tuple(np.asarray(array)[rows] for array in self._arrays)
+        for index in range(len(self)):
+            yield self.batch(number, index)
 
-    def _steps(self) -> Iterator[StepShare]:
-        return steps_of_epoch(
-            num_samples=self.num_samples,
-            cursor=0,
-            batch_size_per_rank=self._batch_size,
-            accumulation_steps=1,
-            rank=self._world.rank,
-            size=self._world.size,
+    def batch(self, number: int, index: int) -> tuple[float, tuple[Any, ...]]:
+        """Return weight and batch of one step of an epoch, as ``epoch`` yields them."""
+        if self._order is None or self._order[0] != number:
+            self._order = number, epoch_order(self.num_samples, self._seed, number, shuffle=self._shuffle)
+        order = self._order[1]
+        step = next(
+            steps_of_epoch(
+                num_samples=self.num_samples,
+                cursor=index * self._batch_size * self._world.size,
+                batch_size_per_rank=self._batch_size,
+                accumulation_steps=1,
+                rank=self._world.rank,
+                size=self._world.size,
+            )
         )
+        weight, rows = 0.0, order[:1]
+        if step.micro_batches:
+            (mine,) = step.micro_batches
+            weight, rows = mine.share * self._world.size, order[mine.start : mine.stop]
+        return weight, tuple(np.asarray(array)[rows] for array in self._arrays)

@@ -54,7 +54,7 @@ def load_task(location: str, args: Mapping[str, Any], required: Sequence[str]) -
     task_class = load_task_class(location)
     try:
         inspect.signature(task_class).bind(**args)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a class without a signature
         raise UserError(
             f"task {location}: {error}", hint="task_args must fit the arguments of the task's class"
         ) from error

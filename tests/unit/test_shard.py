@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_train.data.shard import epoch_order, num_steps, split_evenly, steps_of_epoch
+from horovod_train.frameworks.shards import Shards
+from horovod_train.frameworks.transformers.batches import ShardedBatches
 
 worlds = st.integers(1, 64)
 sizes = st.integers(1, 3000)
@@ -124,3 +128,35 @@ def test_the_order_never_changes_between_releases():
 
     assert np.array_equal(epoch_order(8, 3, 2, shuffle=True), expected)
     assert epoch_order(8, 3, 2, shuffle=True).tolist() == [3, 7, 4, 0, 1, 6, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "accumulation", "size"), [(50, 4, 3, 2), (7, 2, 1, 3), (1, 8, 2, 2)]
+)
+def test_batches_of_a_trainer_have_the_lengths_of_its_steps(num_samples, batch_size, accumulation, size):
+    for rank in range(size):
+        world = SimpleNamespace(rank=rank, size=size)
+        batches = ShardedBatches(num_samples, world, batch_size, accumulation, seed=0)
+        found = list(batches)
+        steps = len(batches) // accumulation
+
+        assert len(found) == len(batches)
+        for step in range(2 * steps):  # counted over epochs
+            micro_batches = found[step % steps * accumulation :][:accumulation]
+            for length, indices in zip(batches.lengths(step), micro_batches, strict=True):
+                assert length == len(indices) or (length == 0 and len(indices) == 1)
+
+
+def test_a_batch_of_a_step_is_that_of_the_epoch():
+    numbers = np.arange(23)
+    worlds = [SimpleNamespace(rank=rank, size=3) for rank in range(3)]
+    shards = [Shards(world, numbers, batch_size=2) for world in worlds]
+
+    for epoch in (1, 0):
+        of_ranks = [list(each.epoch(epoch)) for each in shards]
+        assert sorted(n for ranks in of_ranks for weight, (rows,) in ranks if weight for n in rows) == [
+            *numbers
+        ]
+        weight, (rows,) = shards[1].batch(epoch, 2)
+        assert weight == of_ranks[1][2][0]
+        assert [*rows] == [*of_ranks[1][2][1][0]]

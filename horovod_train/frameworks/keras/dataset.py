@@ -32,7 +32,6 @@ class ShardedDataset(keras.utils.PyDataset):
         super().__init__()
         self._shards = Shards(world, x, y, batch_size=batch_size, shuffle=shuffle, seed=seed)
         self._epoch = 0
-        self._batches: list[Any] = []
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch."""
@@ -40,12 +39,9 @@ class ShardedDataset(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Any:
         """Return (inputs, labels, weights) of a step."""
-        if not self._batches:
-            self._batches = list(self._shards.epoch(self._epoch))
-        weight, batch = self._batches[index]
+        weight, batch = self._shards.batch(self._epoch, index)
         return weighted(batch, weight)
 
     def on_epoch_end(self) -> None:
         """Change to the order of the next epoch."""
         self._epoch += 1
-        self._batches = []

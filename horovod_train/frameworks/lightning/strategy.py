@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from horovod_train.checkpoint.arrays import dump_state, parse_state
 from horovod_train.collectives.base import Communicator, barrier
+from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Allreduce
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.join import join
@@ -82,7 +83,8 @@ class HorovodEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         """Return the index of the host."""
-        return int(os.environ.get("HOROVOD_CROSS_RANK", "0"))
+        world = self._world
+        return int(world.hvd.cross_rank()) if isinstance(world, HorovodCommunicator) else 0
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Do nothing: the launcher sets the number of ranks, not ``Trainer``."""

@@ -51,8 +51,9 @@ from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy
 from horovod_train.frameworks.trainer_replica import TrainerReplica
+from horovod_train.frameworks.transformers.batches import lengths_of
 from horovod_train.frameworks.transformers.task import OPTIONAL, REQUIRED, TransformersTask
-from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher, lengths_of
+from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher
 
 UNTIMED = ("_runtime", "_samples_per_second", "_steps_per_second")
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copyreg
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,9 @@ from horovod_train.checkpoint.arrays import dump_state, parse_state
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 from horovod_train.collectives.base import Communicator, barrier
 from horovod_train.config.schema import Allreduce, Job
-from horovod_train.data.shard import MicroBatch, StepShare, epoch_order, split_evenly, steps_of_epoch
+from horovod_train.data.shard import (
+    split_evenly,
+)
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import Dataset
@@ -41,6 +42,7 @@ from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.frameworks.torch.step import deferred
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.transformers.batches import ShardedBatches
 
 Inputs = dict[str, torch.Tensor]
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
@@ -307,59 +309,6 @@ class HorovodTrainer(HorovodTrainerMixin, Trainer):
     """A ``Trainer`` that trains on all ranks."""
 
 
-@dataclass
-class ShardedBatches:
-    """This rank's micro-batches of an epoch, as lists of indices; a missing one has a sample of weight 0."""
-
-    num_samples: int
-    world: Communicator
-    batch_size: int
-    accumulation_steps: int
-    seed: int
-    epoch: int = 0
-
-    def _steps(self) -> list[StepShare]:
-        return list(
-            steps_of_epoch(
-                num_samples=self.num_samples,
-                cursor=0,
-                batch_size_per_rank=self.batch_size,
-                accumulation_steps=self.accumulation_steps,
-                rank=self.world.rank,
-                size=self.world.size,
-            )
-        )
-
-    def __len__(self) -> int:
-        return len(self._steps()) * self.accumulation_steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = epoch_order(self.num_samples, self.seed, self.epoch, shuffle=True)
-        steps, places = self._steps(), range(self.accumulation_steps)
-        for step in steps:
-            for place in places:
-                if place < len(step.micro_batches):
-                    piece = step.micro_batches[place]
-                    yield order[piece.start : piece.stop].tolist()
-                else:
-                    yield [int(order[0])]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order of samples."""
-        self.epoch = epoch
-
-    def lengths(self, step: int) -> list[int]:
-        """Return the number of counted samples in each micro-batch of a step, counted over epochs."""
-        steps = self._steps()
-        return lengths_of(steps[step % len(steps)].micro_batches, self.accumulation_steps)
-
-
-def lengths_of(micro_batches: Sequence[MicroBatch], num_places: int) -> list[int]:
-    """Return the number of counted samples in each of ``num_places`` micro-batches; missing ones have 0."""
-    counted = [len(each) if each.share else 0 for each in micro_batches]
-    return [*counted, *[0] * (num_places - len(counted))]
-
-
 class _EpochLoader(DataLoader[Any]):
     """Loader that passes the epoch to its batch sampler."""
 
@@ -377,6 +326,13 @@ def patch_ranks(args: TrainingArguments, world: Communicator) -> None:
     if args.deepspeed or args.fsdp:
         raise UserError(
             "TrainingArguments enable DeepSpeed or FSDP, which cannot run on Horovod's ranks",
+            hint="remove them",
+        )
+    if args.include_for_metrics or args.batch_eval_metrics:
+        raise UserError(
+            "TrainingArguments set include_for_metrics or batch_eval_metrics, which are not supported "
+            "on several "
+            "ranks: compute_metrics receives the predictions and labels of all ranks",
             hint="remove them",
         )
 
