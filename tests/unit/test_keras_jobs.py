@@ -130,6 +130,32 @@ assert "ignore_class" in refusal(last, [ignoring])
 """
 )
 
+UNUSED = (
+    PRELUDE
+    + """
+from types import SimpleNamespace
+from horovod_train.frameworks.keras.optimizer import distribute
+
+class Recorder:
+    names = []
+
+    def mean(self, gradients, name):
+        self.names.append(name)
+        return gradients
+
+optimizer = distribute(keras.optimizers.SGD(0.1), SimpleNamespace(size=2, rank=0))
+optimizer._horovod = optimizer._horovod[0], Recorder()
+experts = [keras.Variable(np.ones(3)) for _ in range(2)]
+optimizer.build(experts)
+gradient = keras.ops.ones(3)
+for gradients in [gradient, gradient], [gradient, None], [None, gradient]:
+    optimizer.apply(gradients, experts)
+all_used, first, second = Recorder.names
+assert all_used == "gradients"
+assert first != second, "ranks that use different experts must not sum their gradients"
+"""
+)
+
 
 def run(program: str, back_end: str) -> None:
     done = subprocess.run(
@@ -159,3 +185,8 @@ def test_losses_of_a_batch_are_refused_where_ranks_have_parts_of_it(back_end):
 
 def test_what_compile_says_is_refused_where_it_would_train_wrong():
     run(COMPILE, "jax")
+
+
+@pytest.mark.parametrize("back_end", ["tensorflow", "torch"])
+def test_gradients_of_different_variables_have_exchanges_of_different_names(back_end):
+    run(UNUSED, back_end)

@@ -87,6 +87,10 @@ class BucketExchange:
         """
 
 
+Message = BucketExchange
+"""Former name, for codecs of other packages."""
+
+
 class Codec:
     """Base class of codecs.
 
