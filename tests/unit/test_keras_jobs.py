@@ -134,6 +134,7 @@ UNUSED = (
     PRELUDE
     + """
 from types import SimpleNamespace
+from horovod_train.collectives.base import SingleRank
 from horovod_train.frameworks.keras.optimizer import distribute
 
 class Recorder:
@@ -143,8 +144,8 @@ class Recorder:
         self.names.append(name)
         return gradients
 
-optimizer = distribute(keras.optimizers.SGD(0.1), SimpleNamespace(size=2, rank=0))
-optimizer._horovod = optimizer._horovod[0], Recorder()
+optimizer = distribute(keras.optimizers.SGD(0.1), SingleRank())
+optimizer._horovod = SimpleNamespace(size=2, rank=0), Recorder()
 experts = [keras.Variable(np.ones(3)) for _ in range(2)]
 optimizer.build(experts)
 gradient = keras.ops.ones(3)
