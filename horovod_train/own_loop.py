@@ -181,7 +181,7 @@ class Step:
         self.clock = run.replica.new_clock()
         self._planned = planned
         self._run = run
-        self._at = -1
+        self._at = -1  # index of the current micro-batch
         self.number = run.progress.step + 1
         """Number of the step since the start of training, including all restarts; the first is 1."""
         run.replica.begin(planned)

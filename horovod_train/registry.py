@@ -27,7 +27,7 @@ class Registry:
         kind: Kind of the rows, for messages, such as ``launcher``.
         group: Entry-point group through which other packages add rows.
         builtin: Rows of this package.
-        renamed: Current names of renamed members of the rows' classes, by former name.
+        renamed: Members of the rows' classes that were renamed: former name to current name.
     """
 
     kind: str

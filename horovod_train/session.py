@@ -116,7 +116,7 @@ class Session(SessionBase):
         """Return the learning-rate policy for a loader's global batch; under adasum, for one rank's batch.
 
         Args:
-            loader: The loader; its length of training is set to ``epochs``.
+            loader: The loader; its ``num_epochs`` is set to ``epochs``.
             epochs: Length of the whole training.
             lr: Fields of the job description's ``lr`` section, such as ``base_lr=0.1``.
         """

@@ -43,7 +43,7 @@ from horovod_train.checkpoint.stored_arrays import Piece, StoredArrays
 from horovod_train.errors import CheckpointError
 
 FORMAT_VERSION = 2
-WITHOUT_DIGESTS = 1
+WITHOUT_ARRAY_CHECKSUMS = 1
 """Format version 1: one checksum per safetensors file, none per array."""
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"
@@ -125,7 +125,7 @@ def list_damaged(directory: Path) -> list[Path]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove folders of an interrupted writer. Only the process that writes to the folder may call it."""
+    """Remove an interrupted writer's folders; restore a moved checkpoint. Only the writer may call it."""
     for path in directory.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(f"{REPLACED}*"):
@@ -168,7 +168,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{file}: is damaged") from error
     if claimed != checksum(document):
         raise CheckpointError(f"{file}: is damaged: its checksum is wrong")
-    if document.get("format") not in {WITHOUT_DIGESTS, FORMAT_VERSION}:
+    if document.get("format") not in {WITHOUT_ARRAY_CHECKSUMS, FORMAT_VERSION}:
         raise CheckpointError(
             f"{file}: has format {document.get('format')}; this version reads formats up to {FORMAT_VERSION}"
         )
@@ -207,7 +207,7 @@ def _files_of(stem: str, manifest: Manifest) -> list[str]:
 def _pieces(path: Path, name: str, manifest: Manifest) -> list[Piece]:
     """Return the arrays of a file, to be read on demand. A file of format 1 is read and verified at once."""
     file, digest = path / name, manifest.files[name]
-    if manifest.version == WITHOUT_DIGESTS:
+    if manifest.version == WITHOUT_ARRAY_CHECKSUMS:
         content = memoryview(_read_checked(path, name, manifest))
         header = bytes(content[: header_size_bytes(bytes(content[:8]), len(content))])
         return [

@@ -80,7 +80,8 @@ class Train(Section):
     """Name patterns of modules whose activations are recomputed, such as ``layers.*``."""
 
     activations_mib: Annotated[float, Field(gt=0)] | None = None
-    """Activation memory per micro-batch, in MiB; as many layers as needed recompute their activations."""
+    """Maximum activation memory per micro-batch, in MiB; as many layers as needed recompute their
+    activations."""
 
     sync_batch_norm: bool = False
     """Synchronize batch normalization: use the mean and variance of the samples of all ranks."""
@@ -272,8 +273,8 @@ class Checkpoint(Section):
     """Interval and folder of checkpoints, and whether to resume."""
 
     dir: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Folder that all ranks can read, and under sharded strategies write; null: ``checkpoints`` in the folder
-    of the job."""
+    """Folder that all ranks can read (under sharded strategies, also write); null: ``checkpoints`` in the
+    folder of the job."""
 
     every_epochs: Count | None = 1
     """Interval of checkpoints, in epochs; null: only by steps. The end of training is always saved."""
@@ -340,7 +341,7 @@ class Metrics(Section):
     """Base port; a rank serves on ``port`` + its local rank."""
 
     host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
-    """Address to listen on. Other than with a loopback address, other hosts can read the metrics."""
+    """Address to listen on. Unless it is a loopback address, other hosts can read the metrics."""
 
     targets_dir: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Additional folder for the Prometheus target file ``<name>.json``, readable by everyone; null: none."""

@@ -45,18 +45,18 @@ class Support:
     note: str = ""
 
 
-def _only_torch(framework: str) -> tuple[Refused, ...]:
+def _only_torch() -> tuple[Refused, ...]:
     """Return the fields that only the replica of the framework torch implements."""
     return (
-        Refused("ema", f"averaging of weights requires framework: torch, not {framework}", "leave it out"),
+        Refused("ema", "averaging of weights is available only with framework: torch", "leave it out"),
         Refused(
             "train.sync_batch_norm",
-            f"synchronized batch normalization requires framework: torch, not {framework}",
+            "synchronized batch normalization is available only with framework: torch",
             "leave it out, or use framework: torch",
         ),
         Refused(
             "train.average_buffers",
-            f"averaging of buffers requires framework: torch, not {framework}",
+            "averaging of buffers is available only with framework: torch",
             "leave it out, or use framework: torch",
         ),
     )
@@ -65,7 +65,7 @@ def _only_torch(framework: str) -> tuple[Refused, ...]:
 def _compiles_itself(framework: str) -> tuple[Refused, ...]:
     """Return the fields that apply only to PyTorch."""
     return (
-        *_only_torch(framework),
+        *_only_torch(),
         Refused(
             "train.compile",
             f"applies torch.compile; {framework} compiles steps by itself",
@@ -101,10 +101,10 @@ def _compiles_itself(framework: str) -> tuple[Refused, ...]:
 def _keeps_its_model(framework: str) -> tuple[Refused, ...]:
     """Return the fields that do not apply because the framework's own training loop calls the model."""
     return (
-        *_only_torch(framework),
+        *_only_torch(),
         Refused(
             "train.compile",
-            f"has no effect, because {framework} calls the model, not the job",
+            f"has no effect, because the model is called by {framework} and not by the job",
             "call torch.compile in the task's model()",
         ),
         Refused(
@@ -114,17 +114,17 @@ def _keeps_its_model(framework: str) -> tuple[Refused, ...]:
         ),
         Refused(
             "train.activation_checkpointing",
-            f"has no effect, because {framework} calls the model, not the job",
+            f"has no effect, because the model is called by {framework} and not by the job",
             "switch it on in the task's model()",
         ),
         Refused(
             "train.activations_mib",
-            f"has no effect, because {framework} calls the model, not the job",
+            f"has no effect, because the model is called by {framework} and not by the job",
             "switch recomputation on in the task's model()",
         ),
         Refused(
             "train.initial_weights",
-            f"has no effect, because {framework} calls the model, not the job",
+            f"has no effect, because the model is called by {framework} and not by the job",
             "load weights in the task's model()",
         ),
     )

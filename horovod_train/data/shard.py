@@ -33,7 +33,7 @@ class MicroBatch:
         start: Index of the first sample in the epoch's order.
         stop: Index after the last sample.
         share: Samples of this micro-batch divided by the samples of the step over all ranks. 0: the samples
-            belong to rank 0 (read so that all ranks have as many micro-batches), or to an evaluation.
+            belong to rank 0 (read to have as many micro-batches as rank 0), or to an evaluation.
     """
 
     start: int

@@ -98,7 +98,7 @@ class StepOutcome:
         return True
 
 
-class Reading(Protocol):
+class PendingOutcome(Protocol):
     """A future of a step's outcome. A ``StepOutcome`` is a completed one."""
 
     def outcome(self) -> StepOutcome:
@@ -149,7 +149,7 @@ class Replica(Protocol):
         """Whether forward passes contain collectives; then all ranks must run the same number of passes."""
         ...
 
-    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Reading:
+    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> PendingOutcome:
         """Perform one optimizer step with this rank's part of its samples.
 
         A non-finite step is skipped immediately; its outcome may become available after later steps.
@@ -273,7 +273,7 @@ class Bridge(Protocol):
         """Return the remaining steps of the current epoch, limited by ``train.max_steps``."""
         ...
 
-    def after_step(self, step: PlannedStep, reading: Reading, lr: float) -> None:
+    def after_step(self, step: PlannedStep, pending: PendingOutcome, lr: float) -> None:
         """Record an optimizer step."""
         ...
 
@@ -285,7 +285,7 @@ class Bridge(Protocol):
         """Save a checkpoint, if due; called after the framework's end-of-epoch callbacks."""
         ...
 
-    def before_last_callbacks(self) -> None:
+    def before_on_train_end(self) -> None:
         """Record the weights after the last step; end-of-training callbacks follow, which may change them."""
         ...
 

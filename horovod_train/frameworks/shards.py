@@ -51,7 +51,7 @@ class Shards:
         return num_steps(self.num_samples, 0, self._batch_size * self._world.size)
 
     def epoch(self, number: int) -> Iterator[tuple[float, tuple[Any, ...]]]:
-        """Yield the weight of this rank's batch and the batch, for each step of epoch ``number``, from 0.
+        """Yield this rank's (weight, batch) for each step of epoch ``number``; the first epoch is 0.
 
         Multiply the mean loss of the batch by the weight: the mean over ranks is then the mean over all
         samples of the step. The weight is 1 in full steps. A rank without samples receives one sample with

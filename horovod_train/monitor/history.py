@@ -138,11 +138,11 @@ class History:
                     self.checkpoint_unix_s = time_unix_s
             case Summary():
                 self.summary, self.metrics = event, dict(event.metrics)
-                if self.last is None or self.last.step != event.steps:  # no steps remained
+                if self.last is None or self.last.step != event.steps:  # resumed at the end: no progress
                     self.last = Point(time_unix_s, event.steps, None, None, None, None)
 
     def _end(self, rank: int, event: Event) -> None:
-        """Add an event that reports an end or a loss."""
+        """Add an event that reports an end, or lost hosts."""
         match event:
             case HostsLost():
                 self.hosts_lost += event.hosts
@@ -215,7 +215,7 @@ class HistoryReader:
 
     Args:
         log_dir: Run folder.
-        last_bytes: Number of bytes at the end of the file to begin with; None: read the whole file.
+        last_bytes: The first read starts this many bytes before the end of the file; None: at its start.
         with_ranks: Whether to read the times of each rank. Without them, a history needs little memory.
     """
 

@@ -35,7 +35,7 @@ FRESH_S = 1.0
 """Time for which a response is cached, because creating one takes milliseconds from training."""
 
 MAX_CONNECTIONS = 16
-"""Maximum number of connections, because each needs a thread, and of cached responses."""
+"""Maximum number of connections (each needs a thread), and maximum number of cached responses."""
 
 REPLACEABLE_AFTER_S = 1.0
 """At the maximum number of connections, a new one replaces the oldest one if that is older than this."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from horovod_train.checkpoint.holders import keyed
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.base import Reading
+from horovod_train.frameworks.base import PendingOutcome
 from horovod_train.health.desync import digest
 from horovod_train.training import loop
 from horovod_train.training.actions import Action, ExitPreempted, RestoreCheckpoint, Stop
@@ -63,14 +63,14 @@ class LoopBridge:
         """Return the remaining steps of the current epoch, limited by ``train.max_steps``."""
         return loop.rest_of_epoch(self.run)
 
-    def after_step(self, step: PlannedStep, reading: Reading, lr: float) -> None:
+    def after_step(self, step: PlannedStep, pending: PendingOutcome, lr: float) -> None:
         """Record an optimizer step, and perform the action of hooks.
 
         Raises:
             PreemptedError: The job was preempted; a checkpoint is saved.
             UserError: A hook requests an action that the framework's own loop does not support.
         """
-        self._follow(loop.after_step(self.run, step, reading, lr))
+        self._follow(loop.after_step(self.run, step, pending, lr))
 
     def finish_epoch(self) -> dict[str, float]:
         """Complete an epoch after its last step; return the evaluation, empty if none was due."""
@@ -81,7 +81,7 @@ class LoopBridge:
         """Save a checkpoint, if due. Call it after end-of-epoch callbacks; raises as ``after_step``."""
         self._follow(loop.after_epoch(self.run, evaluated=self._evaluated))
 
-    def before_last_callbacks(self) -> None:
+    def before_on_train_end(self) -> None:
         """Store a digest of the weights before end-of-training callbacks, which may change them."""
         self._last_weights = self._weights()
 

@@ -16,7 +16,7 @@ from horovod_train.collectives.base import any_rank, mean_over_ranks
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch, eval_micro_batches, spare_eval_micro_batches
 from horovod_train.errors import PreemptedError, UserError, did_you_mean, result_of
-from horovod_train.frameworks.base import Reading
+from horovod_train.frameworks.base import PendingOutcome
 from horovod_train.training.actions import Action, ExitPreempted, RestoreCheckpoint, Stop
 from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.plan import plan_epoch
@@ -62,8 +62,8 @@ def train_epoch(run: Run) -> Action | None:
     """Run the remaining steps of an epoch, until a hook requests an action."""
     for step in rest_of_epoch(run):
         lr = run.policy.at(run.progress.epochs_passed)
-        reading = run.replica.step(step, lr, want_norm=run.wants_norm)
-        if (action := after_step(run, step, reading, lr)) is not None:
+        pending = run.replica.step(step, lr, want_norm=run.wants_norm)
+        if (action := after_step(run, step, pending, lr)) is not None:
             return action
     return after_epoch(run, evaluated=finish_epoch(run)) if run.is_epoch_complete else None
 
@@ -95,21 +95,21 @@ def rest_of_epoch(run: Run) -> list[PlannedStep]:
     )
 
 
-def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Action | None:
+def after_step(run: Run, step: PlannedStep, pending: PendingOutcome, lr: float) -> Action | None:
     """Record an optimizer step, pass due results to hooks, and return the action to perform.
 
     Raises:
         NumericError: A loss or gradient was not finite, and the job does not skip such steps.
     """
     run.progress.advance(step.share.num_samples)
-    run.pending_steps.add(StepReport(run.progress.step, run.progress.epochs_passed, step.share, lr, reading))
+    run.pending_steps.add(StepReport(run.progress.step, run.progress.epochs_passed, step.share, lr, pending))
     run.deliver(run.pending_steps.ready())
     run.pending_actions += filter(None, [hook.on_step(run) for hook in run.hooks])
     return next_action(run) if run.pending_actions else None
 
 
 def next_action(run: Run) -> Action | None:
-    """Return the first pending action and discard the others, once replicas are identical; None: continue.
+    """Return the first pending action and discard the others; None: replicas differ, training continues.
 
     Replicas must be identical on all ranks when they are evaluated, saved or resumed.
     """

@@ -63,7 +63,7 @@ def save_checkpoint(
             f"step {progress.step}: weights are not finite, and are not saved",
             hint="resume from the last checkpoint with a lower lr.base_lr or health.non_finite: skip",
         )
-    holders = None
+    holders = None  # None: rank 0 has all arrays
     if world.size > 1:
         holders = check_before_saving(world, replica.state(copy=False), progress.step)
     own = replica.rank_state()
@@ -97,7 +97,7 @@ def resume_from(
 
     Raises:
         CheckpointError: The checkpoint does not match the job, or a rank cannot read it. All ranks raise.
-        UserError: The order of samples has changed within an epoch.
+        UserError: The checkpoint is within an epoch, and the order of samples has changed.
     """
     progress.restore(resumed.progress)
     problem: CheckpointError | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 
 from horovod_train.data.shard import StepShare
-from horovod_train.frameworks.base import Reading, StepOutcome
+from horovod_train.frameworks.base import PendingOutcome, StepOutcome
 
 DRAIN_TIMEOUT_S = 5.0
 
@@ -27,19 +27,19 @@ class StepReport:
         epochs_passed: Epochs passed after this step, with the fraction of the current one.
         share: This rank's part of the step's samples.
         lr: Learning rate of the step.
-        reading: Future of the result.
+        pending_outcome: Future of the result.
     """
 
     step: int
     epochs_passed: float
     share: StepShare
     lr: float
-    reading: Reading
+    pending_outcome: PendingOutcome
 
     @property
     def outcome(self) -> StepOutcome:
         """Result of the step; waits for it. Hooks receive steps whose results are available."""
-        return self.reading.outcome()
+        return self.pending_outcome.outcome()
 
 
 class PendingSteps:
@@ -71,7 +71,7 @@ class PendingSteps:
         """Yield steps with results available in ``DRAIN_TIMEOUT_S``, because a failed device may hang."""
         until_s = monotonic() + DRAIN_TIMEOUT_S
         while self._pending:
-            while not self._pending[0].reading.is_ready():
+            while not self._pending[0].pending_outcome.is_ready():
                 if monotonic() > until_s:
                     return
                 sleep(0.01)

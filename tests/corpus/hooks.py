@@ -6,8 +6,7 @@ from corpus.base import MLP, Case, nn, torch
 
 
 class Hooks(Case):
-    """a user's hooks: a tensor hook halves a gradient, a backward hook of a module doubles one, a "
-    "forward hook scales an output"""
+    """a user's hooks: a tensor hook halves, a backward hook doubles a gradient; a forward hook"""
 
     def net(self):
         m = MLP()

@@ -272,8 +272,7 @@ class Mixture(nn.Module):
 
 @case_of
 class TopExpert(nn.Module):
-    """only the best expert counts for each sample, by a mask: all experts are computed, so all have a "
-    "gradient"""
+    """only the best expert counts for each sample, by a mask; all experts have a gradient"""
 
     def __init__(self):
         super().__init__()

@@ -65,8 +65,7 @@ class WeightsOfAGenerator(WithMLP):
 
 
 class MemoryBank(WithMLP):
-    """a tensor of the task counts how often each sample was seen, and the sample's loss is divided by "
-    "the count"""
+    """a tensor of the task counts how often each sample was seen, and divides its loss by the count"""
 
     def __init__(self, **settings):
         super().__init__(**settings)

@@ -47,7 +47,7 @@ def trained(folder, job, command=None):
 
 def seen(folder):
     (log_dir,) = (path for path in (folder / "runs" / "slowed").iterdir() if (path / "events.jsonl").exists())
-    return log_dir, HistoryReader(log_dir).read_on()
+    return log_dir, HistoryReader(log_dir).update()
 
 
 def last_metrics(log_dir, ranks, name):

@@ -109,7 +109,7 @@ def test_too_few_hosts_for_too_long_is_an_error_that_names_those_missing(tmp_pat
     done = hosts.on_login(str(BIN / "horovod-train"), "run", str(job(tmp_path, hosts, launch)), cwd=tmp_path)
 
     assert done.returncode == 1
-    assert "there was room for 1 of at least 2 ranks" in done.stderr
+    assert "there is room for 1 ranks; at least 2 are required" in done.stderr
     assert "no answer from node7" in done.stderr
 
 

@@ -191,7 +191,7 @@ def test_a_state_folder_that_cannot_be_written_is_told_and_stops_nothing(tmp_pat
 
     done = cli("run", str(job(tmp_path)), cwd=tmp_path, XDG_STATE_HOME=str(tmp_path / "file"))
 
-    assert "will not know test-" in done.stdout
+    assert "will not find test-" in done.stdout
     assert "trained test" in done.stdout
 
 

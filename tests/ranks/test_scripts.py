@@ -36,7 +36,7 @@ def run(folder, script, *arguments, ranks=2, flags=(), check=True):
 
 def seen(folder, script):
     (log_dir,) = (folder / "runs" / script.removesuffix(".py")).glob("2*")
-    return log_dir, HistoryReader(log_dir).read_on()
+    return log_dir, HistoryReader(log_dir).update()
 
 
 def metrics(log_dir, rank):

@@ -97,12 +97,15 @@ class TestWaiting:
         assert monotonic() - started >= 0.3
 
     def test_ends_with_an_error_that_names_those_missing(self, membership):
-        with pytest.raises(LaunchError, match="room for 1 of at least 2 ranks; no answer from down"):
+        with pytest.raises(
+            LaunchError, match="room for 1 ranks; at least 2 are required; no answer from down"
+        ):
             membership(["up1:1", "down:1"], min_ranks=2).wait(print)
 
     def test_does_not_take_a_failing_command_for_an_empty_list(self, membership):
         with pytest.raises(
-            LaunchError, match="room for 0 of at least 1 ranks; launch.elastic.discover: false: exit code 1"
+            LaunchError,
+            match="room for 0 ranks; at least 1 are required; launch.elastic.discover: false: exit code 1",
         ):
             membership([], discover="false", max_ranks=4).wait(print)
 
@@ -112,7 +115,9 @@ class TestWaiting:
         monkeypatch.setattr(module, "monotonic", lambda: sum(slept))
         monkeypatch.setattr(module, "answering", lambda *_: [])
 
-        with pytest.raises(LaunchError, match="after 1 s, there is room for 0 of at least 1 ranks"):
+        with pytest.raises(
+            LaunchError, match="after 1 s, there is room for 0 ranks; at least 1 are required"
+        ):
             membership(["down:1"], min_ranks=1, poll_s=0.4, wait_s=1.0).wait(print)
 
         assert slept == pytest.approx([0.4, 0.4, module.POLL_S])
@@ -170,10 +175,10 @@ def test_a_host_that_was_lost_is_told_with_its_pause(membership):
 def test_a_host_that_always_fails_is_left_alone_for_a_bounded_time(membership, monkeypatch):
     monkeypatch.setattr(module, "monotonic", lambda: 0.0)
     found = membership(["up1:1"], cooldown_s=1.0)
-    for _ in range(module.MAX_DOUBLINGS + 5):
+    for _ in range(module.MAX_COUNTED_LOSSES + 5):
         found.mark_lost(["up1"])
 
-    assert found._not_before_s == {"up1": 2.0 ** (module.MAX_DOUBLINGS - 1)}
+    assert found._not_before_s == {"up1": 2.0 ** (module.MAX_COUNTED_LOSSES - 1)}
 
 
 def test_losses_are_forgotten_when_ranks_have_got_on(membership, monkeypatch):

@@ -44,7 +44,7 @@ def broadcast(model: keras.Model, world: Communicator) -> None:
 
 
 class ExactMetrics(keras.callbacks.Callback):
-    """Replaces the metrics of ``fit`` and ``evaluate`` by those of all samples of all ranks.
+    """Replaces evaluation metrics by those of all samples of all ranks; averages training metrics.
 
     The internal sums of evaluation metrics are summed over ranks before the result is computed. The result
     equals that of one process, also if ranks have different numbers of samples. Training metrics are averaged

@@ -107,7 +107,7 @@ class KerasFramework:
         while not bridge.is_done:
             steps = bridge.rest_of_epoch()
             if steps:
-                moments = _StepTimer(
+                timer = _StepTimer(
                     bridge, self._world, self._exchange, rate, steps, accumulation_steps, bytes_per_step
                 )
                 batches = feed(
@@ -123,7 +123,7 @@ class KerasFramework:
                     epochs=bridge.epoch + 1,
                     shuffle=False,
                     verbose=0,
-                    callbacks=[moments, *own, _StepReporter(moments, state, self._replica.callbacks)],
+                    callbacks=[timer, *own, _StepReporter(timer, state, self._replica.callbacks)],
                 )
             elif bridge.is_epoch_complete:
                 bridge.finish_epoch()
@@ -131,7 +131,7 @@ class KerasFramework:
             if any_rank(self._world, flag=bool(steps and self.model.stop_training)):
                 break
         if own:
-            bridge.before_last_callbacks()
+            bridge.before_on_train_end()
         for callback in own:
             callback.end()
         bridge.end()
@@ -201,7 +201,7 @@ class _StepTimer(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Logs) -> None:
         """Set the learning rate before the first micro-batch of a step."""
         if batch == 0:
-            # ``fit`` draws random numbers when it begins, and it begins twice in an epoch that is resumed.
+            # ``fit`` draws random numbers when it begins. A resumed epoch has two calls of ``fit``.
             back_end().load_generators(self._generators)
         if not back_end().reads_inside_step:
             self._clock.lap("data")
@@ -255,11 +255,11 @@ class _StepTimer(keras.callbacks.Callback):
 
 
 class _StepReporter(keras.callbacks.Callback):
-    """Callback that reports the ends of steps and epochs; the last, so that effects of others are saved."""
+    """Callback that reports ends of steps and epochs; called last, to save effects of other callbacks."""
 
-    def __init__(self, moments: _StepTimer, state: Attributes, saved: CallbackState) -> None:
+    def __init__(self, timer: _StepTimer, state: Attributes, saved: CallbackState) -> None:
         super().__init__()
-        self._moments = moments
+        self._timer = timer
         self._state = state
         self._saved = saved
 
@@ -270,11 +270,11 @@ class _StepReporter(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Report a step after its last micro-batch."""
-        self._moments.end_step(batch)
+        self._timer.end_step(batch)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Report the end of an epoch."""
-        self._moments.end_epoch()
+        self._timer.end_epoch()
 
 
 class _LossOfStep:

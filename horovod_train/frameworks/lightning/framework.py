@@ -35,8 +35,8 @@ from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import (
     choose_device,
-    reading,
-    set_up,
+    reader_factory,
+    set_global_options,
 )
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.state.generators import seed_generators
@@ -61,7 +61,7 @@ class LightningFramework(TorchBased):
     def prepare(self, job: Job, mesh: Mesh) -> tuple[TrainerReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         world = mesh.data
-        set_up(job)
+        set_global_options(job)
         device = choose_device(job, mesh.world)
         seed_generators(job.train.seed, 0, 0)
         self._job, self._world, self._device = job, world, device
@@ -76,7 +76,7 @@ class LightningFramework(TorchBased):
         may_fuse = job.train.precision == "fp32" or job.train.clip_grad_norm is None
         optimizer = optimizer_over(job, parameters, may_fuse=may_fuse)
         module.configure_optimizers = lambda: optimizer  # type: ignore[assignment]
-        read = reading(job, device)
+        read = reader_factory(job, device)
         eval_data = getattr(self._task, "eval_data", None)
         self._train_reader = read(self._task.train_data())
         self._eval_reader = read(eval_data()) if eval_data else None
@@ -106,15 +106,15 @@ class LightningFramework(TorchBased):
             strategy = self._strategy()
             source = _Source(bridge, self._train_reader, self._job.train.accumulation_steps)
             has_others = bool(self._callbacks)
-            moments = _StepTimer(bridge, strategy, self._replica, source, has_others=has_others)
-            ends = _StepReporter(moments, self._callbacks, self._replica.callbacks)
+            timer = _StepTimer(bridge, strategy, self._replica, source, has_others=has_others)
+            ends = _StepReporter(timer, self._callbacks, self._replica.callbacks)
             trainer = self._trainer(
                 strategy=strategy,
                 max_epochs=-1,
                 accumulate_grad_batches=self._job.train.accumulation_steps,
                 gradient_clip_val=self._job.train.clip_grad_norm,
                 reload_dataloaders_every_n_epochs=1,
-                callbacks=[moments, *self._callbacks, ends],
+                callbacks=[timer, *self._callbacks, ends],
             )
             # Users' modules read current_epoch, also after a resume.
             trainer.fit_loop.epoch_progress.current.processed = bridge.epoch
@@ -255,7 +255,7 @@ class _StepTimer(lightning.Callback):
         if batch_idx % self._source.accumulation_steps == 0:
             self._lr = self._bridge.lr
             self._rates.set_job_rate(self._lr)
-        # Lightning divides by the number of micro-batches; the shares sum to 1 without that.
+        # Undo Lightning's division by the number of micro-batches: the shares already sum to 1.
         self._strategy.share = self._source.share_of(batch_idx) * self._source.accumulation_steps
 
     def on_before_backward(
@@ -319,7 +319,7 @@ class _StepTimer(lightning.Callback):
     def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Let the bridge record the weights before end-of-training callbacks."""
         if self._has_others:
-            self._bridge.before_last_callbacks()
+            self._bridge.before_on_train_end()
 
     def end_epoch(self, trainer: lightning.Trainer) -> None:
         """Report the end of an epoch, if it is complete; otherwise, stop training."""
@@ -332,12 +332,10 @@ class _StepTimer(lightning.Callback):
 
 
 class _StepReporter(lightning.Callback):
-    """Callback that reports the ends of steps and epochs; the last, so that effects of others are saved."""
+    """Callback that reports ends of steps and epochs; called last, to save effects of other callbacks."""
 
-    def __init__(
-        self, moments: _StepTimer, callbacks: list[lightning.Callback], saved: CallbackState
-    ) -> None:
-        self._moments = moments
+    def __init__(self, timer: _StepTimer, callbacks: list[lightning.Callback], saved: CallbackState) -> None:
+        self._timer = timer
         self._callbacks = callbacks
         self._saved = saved
 
@@ -355,11 +353,11 @@ class _StepReporter(lightning.Callback):
         batch_idx: int,
     ) -> None:
         """Report a step after its last micro-batch."""
-        self._moments.end_step(batch_idx)
+        self._timer.end_step(batch_idx)
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Report the end of an epoch."""
-        self._moments.end_epoch(trainer)
+        self._timer.end_epoch(trainer)
 
 
 def log_exactly(module: lightning.LightningModule) -> None:

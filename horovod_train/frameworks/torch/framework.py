@@ -82,7 +82,7 @@ class TorchFramework(TorchBased):
 
     def prepare(self, job: Job, mesh: Mesh) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
-        set_up(job)
+        set_global_options(job)
         device = choose_device(job, mesh.world)
         recorder = recorder_of(job, device)
         seed_generators(job.train.seed, 0, 0)
@@ -96,7 +96,7 @@ class TorchFramework(TorchBased):
         check_model(model)
         self.synchronize(model, job, mesh, strategy.sum_in_pass)
         recompute_activations(model, recomputed)
-        read = reading(job, device)
+        read = reader_factory(job, device)
         before = dict(vars(task))
         reader = read(task.train_data())
         eval_data = getattr(task, "eval_data", None)
@@ -230,7 +230,7 @@ def wants_flops(job: Job, device: str) -> bool:
     return job.metrics.enabled and is_compared and job.train.compile is None
 
 
-def set_up(job: Job) -> None:
+def set_global_options(job: Job) -> None:
     """Set PyTorch's global options; must be called before the first use of a GPU."""
     if job.train.deterministic:
         # cuBLAS is deterministic only with a fixed workspace.
@@ -268,7 +268,7 @@ def placement(device: torch.device, train: Train) -> Placement:
     return Placement(device, torch.channels_last if train.channels_last else torch.preserve_format)
 
 
-def reading(job: Job, device: torch.device, **more: Any) -> Callable[..., TorchReader]:
+def reader_factory(job: Job, device: torch.device, **more: Any) -> Callable[..., TorchReader]:
     """Return a function that creates the reader of a dataset; ``more`` are further arguments of readers."""
     return partial(
         TorchReader,

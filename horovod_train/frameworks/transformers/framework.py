@@ -41,8 +41,8 @@ from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import (
     choose_device,
-    reading,
-    set_up,
+    reader_factory,
+    set_global_options,
 )
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.state.generators import seed_generators
@@ -74,7 +74,7 @@ class TransformersFramework(TorchBased):
     def prepare(self, job: Job, mesh: Mesh) -> tuple[TrainerReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         world = mesh.data
-        set_up(job)
+        set_global_options(job)
         device = choose_device(job, mesh.world)
         if job.train.precision == "fp16" and device.type == "cpu":
             raise UserError(
@@ -89,7 +89,7 @@ class TransformersFramework(TorchBased):
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer_over(job, parameters)
         collate = getattr(self._task, "collate", default_data_collator)
-        read = reading(job, device, collate=collate)
+        read = reader_factory(job, device, collate=collate)
         eval_data = getattr(self._task, "eval_data", None)
         eval_set = eval_data() if eval_data else None
         self._train_reader = read(self._task.train_data())
@@ -128,9 +128,9 @@ class TransformersFramework(TorchBased):
             trainer = self._trainer
             trainer.bridge = bridge
             trainer.source = _Source(bridge, self._train_reader, self._job, self._world)
-            moments = _StepTimer(trainer, bridge, has_others=bool(self._callbacks))
-            ends = _StepReporter(moments, Attributes(self._callbacks), self._replica.callbacks)
-            for callback in [moments, *self._callbacks, ends]:
+            timer = _StepTimer(trainer, bridge, has_others=bool(self._callbacks))
+            ends = _StepReporter(timer, Attributes(self._callbacks), self._replica.callbacks)
+            for callback in [timer, *self._callbacks, ends]:
                 trainer.add_callback(callback)
             trainer.train()
         bridge.end()
@@ -303,7 +303,7 @@ class _StepTimer(TrainerCallback):
     ) -> None:
         """Let the bridge record the weights before end-of-training callbacks."""
         if self._has_others:
-            self._bridge.before_last_callbacks()
+            self._bridge.before_on_train_end()
 
     def end_step(self) -> None:
         """Report a completed step."""
@@ -334,8 +334,8 @@ class _StepTimer(TrainerCallback):
 class _StepReporter(TrainerCallback):
     """Callback that reports the ends of steps and epochs; the last, so that effects of others are saved."""
 
-    def __init__(self, moments: _StepTimer, state: Attributes, saved: CallbackState) -> None:
-        self._moments = moments
+    def __init__(self, timer: _StepTimer, state: Attributes, saved: CallbackState) -> None:
+        self._timer = timer
         self._state = state
         self._saved = saved
 
@@ -349,10 +349,10 @@ class _StepReporter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Report a completed step."""
-        self._moments.end_step()
+        self._timer.end_step()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Report the end of an epoch."""
-        self._moments.end_epoch(control)
+        self._timer.end_epoch(control)

@@ -32,7 +32,7 @@ def ssh_config(ssh: Ssh) -> str:
 
 def is_of_another_version(stderr: str) -> bool:
     """Return whether an error of Python means that another version of this package is installed."""
-    # The module does not exist there, or its parent is a module there and a package in this version.
+    # On the host, the module does not exist, or its parent is a plain module instead of a package.
     return re.search(r"(No module named|not found on) '?horovod_train\.", stderr) is not None
 
 
@@ -70,7 +70,7 @@ def explain(host: str, code: int, stderr: str, python: str) -> LostError:
 
 
 _KEYS = "ssh-keyscan {host} >> ~/.ssh/known_hosts, after comparing its fingerprint"
-_NEW_KEYS = "if that is right: ssh-keygen -R {host}; " + _KEYS
+_NEW_KEYS = "if the host has a new key: ssh-keygen -R {host}; " + _KEYS
 _LET_IN = "ssh-copy-id {host}, or set launch.ssh.identity_file or launch.ssh.user"
 _ENVIRONMENT = (
     "install the same environment at the same path there, or say where it is: "
@@ -85,7 +85,7 @@ _SSH_MESSAGES = (
     (
         "Could not resolve hostname",
         "unknown host name",
-        "correct it, or tell DNS or /etc/hosts",
+        "correct it, or add it to DNS or /etc/hosts",
     ),
     ("Connection refused", "nothing listens there", "start sshd, or set launch.ssh.port"),
     ("timed out", "it does not answer", "is it up? is a firewall in the way? `ping {host}`"),

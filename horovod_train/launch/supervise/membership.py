@@ -19,7 +19,7 @@ from horovod_train.launch.hosts.ssh import ssh_config
 PROBE_CONNECT_S = 3
 PROBE_TIMEOUT_S = 8.0
 DISCOVER_TIMEOUT_S = 10.0
-MAX_DOUBLINGS = 4
+MAX_COUNTED_LOSSES = 4
 POLL_S = 0.2
 
 Report = Callable[[str], None]
@@ -39,11 +39,11 @@ class Membership:
         request.ssh_config.write_text(ssh_config(self._launch.ssh), encoding="utf-8")
 
     def mark_lost(self, names: Collection[str]) -> None:
-        """Exclude hosts for a cooldown that doubles with each loss: a reachable host may fail every time."""
+        """Exclude hosts for a cooldown. It doubles with each loss: a host that answers ssh may still fail."""
         if not self._launch.hosts and self._elastic.discover is None:
             return  # the job uses only this machine
         for name in names:
-            losses = self._losses[name] = min(self._losses.get(name, 0) + 1, MAX_DOUBLINGS)
+            losses = self._losses[name] = min(self._losses.get(name, 0) + 1, MAX_COUNTED_LOSSES)
             pause_s = self._elastic.cooldown_s * 2 ** (losses - 1)
             self._not_before_s[name] = monotonic() + pause_s
             self._report(f"elastic: {name} is excluded for {pause_s:g} s")
@@ -55,7 +55,7 @@ class Membership:
     def wait(self, note: Report) -> list[str]:
         """Block until enough hosts are available, and return them as ``host:slots``.
 
-        Waits for all listed hosts outside their cooldown; after ``cooldown_s``, hosts for ``min_ranks`` are
+        Waits for all listed hosts not in cooldown; after waiting ``cooldown_s``, hosts for ``min_ranks`` are
         enough. Returns an empty list if the job lists no hosts, and runs on this machine.
 
         Args:
@@ -76,7 +76,7 @@ class Membership:
                 return found
             missing = [name for name in map(name_of, listed) if name not in set(map(name_of, found))]
             silent = f"; no answer from {', '.join(missing)}" if missing else ""
-            text = f"room for {ranks} of at least {self._elastic.min_ranks} ranks{silent}" + why
+            text = f"room for {ranks} ranks; at least {self._elastic.min_ranks} are required{silent}" + why
             if text != last_reason:
                 note(last_reason := text)
             if waited_s >= self._elastic.wait_s:
@@ -109,7 +109,7 @@ class Membership:
 
     @contextmanager
     def watching(self, attempt: LaunchRequest, leave: Callable[[], None]) -> Iterator[None]:
-        """While the block runs, drain the ranks when the list of hosts changes."""
+        """While the block runs, drain the ranks when a used host is removed, or another host can join."""
         over = Event()
         looker = Thread(target=self._look, args=(attempt, leave, over))
         looker.start()
@@ -129,7 +129,7 @@ class Membership:
         while not over.wait(self._elastic.poll_s):
             listed, why = self._listed_hosts()
             if why != last_reason:
-                self._report(f"elastic: {why or 'hosts are listed again'}")
+                self._report(f"elastic: {why or 'the discovery command works again'}")
                 last_reason = why
             if why:
                 continue  # discovery failed: keep the current hosts
@@ -178,7 +178,7 @@ def discover(command: str, ranks_per_host: int) -> list[str]:
 
 
 def answering(entries: Sequence[str], ssh: Sequence[str], over: Event) -> list[str]:
-    """Return the hosts that accept ssh connections, probed in parallel.
+    """Return the hosts that accept ssh connections, probed in parallel; ``over`` ends the probes early.
 
     A listed host may be unreachable, not yet started, or already deleted: for example, the MPI operator
     lists running pods, reachable or not.

@@ -101,7 +101,7 @@ class Outcome(Follower):
                 self._is_done = True
 
     def _parse_launcher_line(self, text: str) -> None:
-        # Launchers repeat the errors of ranks at length; used only if no rank has reported one.
+        # Used only if no rank has reported a cause, because launchers repeat the errors of ranks at length.
         self._last_words.append(text)
         self._killed = self._killed or killed_rank("\n".join(self._last_words))
 
@@ -149,7 +149,7 @@ class Outcome(Follower):
             number = SIGTERM if number in DRAIN_SIGNALS else number
             stopped = LaunchError(
                 f"stopped by signal {number}: the script received SIGTERM, and has ended",
-                hint="one that then saves, and leaves with exit code 75, counts as preempted",
+                hint="a script that saves on SIGTERM, and exits with code 75, counts as preempted",
             )
             return _with_code(stopped, exit_code_of(number))
         if not self._has_started:
@@ -183,7 +183,7 @@ class Outcome(Follower):
             return self._lost(
                 f"{self._stalls}; ended after health.stall_shutdown_s",
                 f"what were they doing? see rank-{min(self._stalls.missing)}.log next to {self._log_name}; "
-                "ranks that take different branches, or a loader that hangs, look like this",
+                "usual causes: ranks take different branches, or a loader hangs",
                 ranks=sorted(self._stalls.missing),
             )
         if code == 0 and not self._consequences:
@@ -194,8 +194,8 @@ class Outcome(Follower):
         noticed = ""
         if self._consequences:
             ranks = describe_ranks(sorted({rank for rank, _ in self._consequences}))
-            noticed = f"; {ranks} only noticed: {self._consequences[0][1].message}"
-        if self._consequences and not self._killed and self._is_the_network:
+            noticed = f"; {ranks} failed as a consequence: {self._consequences[0][1].message}"
+        if self._consequences and not self._killed and self._are_nccl_errors:
             error = self._lost(
                 f"{ranks}: {self._consequences[0][1].message}\nno rank says that it has failed itself",
                 "a link or an interface between hosts, perhaps: NCCL_DEBUG=INFO in launch.env shows more",
@@ -210,7 +210,7 @@ class Outcome(Follower):
             )
         last = "\n".join(f"    {line}" for line in self._last_words)
         was_killed = "a rank was killed, or the machine ran out of memory"
-        # If no rank has started, the launcher's messages contain the reason.
+        # If no rank has started, and the launcher has printed messages, these contain the reason.
         no_ranks = "no rank had begun to train; `horovod-train doctor` checks the launcher and the hosts"
         return self._lost(
             f"the launcher ended with code {code} and no rank said why{noticed}"
@@ -219,8 +219,8 @@ class Outcome(Follower):
         )
 
     @property
-    def _is_the_network(self) -> bool:
-        """Whether all failures are NCCL errors, which are the same for an exited rank and a failed link."""
+    def _are_nccl_errors(self) -> bool:
+        """Whether all failures are NCCL errors. An exited rank and a failed link cause the same errors."""
         return all(failure.cause == NcclError.cause for _, failure in self._consequences)
 
     def _explain_causes(self) -> LaunchError:

@@ -56,7 +56,7 @@ class BucketExchange:
 
     Attributes:
         body: Flat gradients; after ``exchange``, their sum over ranks, bitwise equal on all ranks.
-        trailer: Flags and loss, summed uncompressed in at least 32 bits; None: summed separately.
+        trailer: Flags and loss, summed uncompressed in at least 32 bits; None: the caller sums them.
         size_bytes: Number of bytes that this rank passes to collectives per exchange.
     """
 
@@ -95,7 +95,7 @@ class Codec:
     """Base class of codecs.
 
     Attributes:
-        rules: For each key of ``BucketExchange.state``, how another number of ranks loads it.
+        rules: How a state is loaded on another number of ranks, by the second item of its ``StateKey``.
     """
 
     rules: Mapping[str, Rule] = {}
@@ -114,7 +114,7 @@ class Codec:
 
 
 def replace_if_used(kept: torch.Tensor, new: torch.Tensor, is_used: torch.Tensor | bool) -> None:
-    """Overwrite the stored state of a message with its new state, in place, if the step is used."""
+    """Overwrite a stored tensor of ``BucketExchange.state`` with its new value if the step is used."""
     if isinstance(is_used, torch.Tensor):
         kept.copy_(torch.where(is_used, new, kept))
     elif is_used:

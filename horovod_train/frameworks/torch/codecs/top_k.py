@@ -55,7 +55,7 @@ class TopK(Codec):
 
 
 class TopKMessage(BucketExchange):
-    """BucketExchange of one byte tensor: elements, their indices and the trailer."""
+    """BucketExchange that gathers one tensor of bytes: elements, their indices and the trailer."""
 
     def __init__(self, layout: BucketLayout, keep: float) -> None:
         dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
@@ -65,7 +65,7 @@ class TopKMessage(BucketExchange):
         self.trailer = torch.zeros(layout.trailer_length, dtype=dtype, device=layout.device)
         self._residual = torch.zeros_like(self.body)
         self._new_residual = torch.zeros_like(self.body)  # at a fixed address, for CUDA graphs
-        self._is_new = False
+        self._has_exchanged = False
         self._num_sent = math.ceil(keep * length)
         sizes = [self._num_sent * dtype.itemsize, self._num_sent * INDEX.itemsize, self.trailer.nbytes]
         self._sizes_bytes, self.size_bytes = sizes, sum(sizes)
@@ -78,7 +78,7 @@ class TopKMessage(BucketExchange):
         parts = (self.body[indices], indices.to(INDEX), self.trailer)
         self._new_residual.copy_(self.body)
         self._new_residual[indices] = 0
-        self._is_new = True
+        self._has_exchanged = True
         gathered = yield ranks.start_allgather(torch.cat([part.view(torch.uint8) for part in parts]), name)
         self.body.zero_()
         self.trailer.zero_()
@@ -94,5 +94,5 @@ class TopKMessage(BucketExchange):
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:
         """Store the new residual if the step is used."""
-        if self._is_new:
+        if self._has_exchanged:
             replace_if_used(self._residual, self._new_residual, is_used)

@@ -81,7 +81,7 @@ class TensorCollectives(Communicator, Protocol):
 class TorchSingleRank(SingleRank):
     """A single process: collectives return their input."""
 
-    is_over_mpi = True
+    is_over_mpi = True  # a single rank does not communicate, so it needs no MPI
 
     def is_done(self, handle: torch.Tensor) -> bool:
         """Return True."""

@@ -176,7 +176,7 @@ class UpdateOnDevice:
             is_used = is_used & norm.isfinite()
         self._record(is_loss_finite, is_used)
         is_used = is_used & was_made
-        self._scaler.step_where(self._optimizer, is_used=is_used, is_seen=is_loss_finite & was_made)
+        self._scaler.step_where(self._optimizer, is_used=is_used, updates_scale=is_loss_finite & was_made)
         return Updated(is_used, {"loss": loss, "grad_norm": norm, "was_executed": was_made})
 
     def _clipped(self) -> torch.Tensor:
@@ -221,7 +221,7 @@ class UpdateOnDevice:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
 
     def resume_updates(self) -> None:
-        """Allow updates again after a step has ended training; the optimizer's state may be another one."""
+        """Allow updates again after a step has ended training; optimizer state may have been replaced."""
         self._has_ended.zero_()
         self._num_bad_in_a_row.zero_()
         self._num_prepared = -1
@@ -241,12 +241,12 @@ class DeviceScaler(torch.amp.GradScaler):
             self._per_optimizer_states.clear()
 
     def step_where(
-        self, optimizer: torch.optim.Optimizer, *, is_used: torch.Tensor, is_seen: torch.Tensor
+        self, optimizer: torch.optim.Optimizer, *, is_used: torch.Tensor, updates_scale: torch.Tensor
     ) -> None:
-        """Run the optimizer's step if ``is_used``, and update the loss scale if ``is_seen``.
+        """Run the optimizer's step if ``is_used``, and update the loss scale if ``updates_scale``.
 
-        The optimizer must support ``found_inf``, and gradients must be unscaled. ``is_seen`` must be false if
-        the loss is not finite.
+        The optimizer must support ``found_inf``, and gradients must be unscaled. ``updates_scale`` must be
+        false if the loss is not finite.
         """
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.found_inf = (~is_used).float()  # type: ignore[attr-defined]
@@ -261,7 +261,7 @@ class DeviceScaler(torch.amp.GradScaler):
         before = self._scale.clone(), self._growth_tracker.clone()
         self.update()
         for tensor, old in zip((self._scale, self._growth_tracker), before, strict=True):
-            tensor.copy_(torch.where(is_seen, tensor, old))
+            tensor.copy_(torch.where(updates_scale, tensor, old))
 
 
 def can_be_masked(optimizer: torch.optim.Optimizer) -> bool:

@@ -77,7 +77,7 @@ class Capabilities:
         meta_model: ``wrap`` accepts a model on the meta device, and loads its weights from a file.
         sums: The loss may be a sum and a count: ``divide_gradients`` is called with the total count.
         unused_have_zeros: The gradient of a parameter that no rank uses is zero instead of None.
-        num_loss_copies: If ``owns_schedule``: number of ranks with the same loss; divides the total count.
+        num_loss_copies: If ``owns_schedule``: how many ranks add the same count; the sum is divided by it.
         rank_state_kind: Name of the format of ``rank_state``; only rank state of this kind is loaded.
     """
 
@@ -197,7 +197,7 @@ class GradientSync:
         raise NotImplementedError
 
     def divide_gradients(self, divisor: torch.Tensor) -> None:
-        """Divide the gradient of the step by a scalar in 64 bits, shape [], which is equal on all ranks."""
+        """Divide the gradient of the step by a float64 scalar, shape [], that is equal on all ranks."""
         gradients = self.gradients()
         for dtype in {gradient.dtype for gradient in gradients}:
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
@@ -240,7 +240,7 @@ class Updater:
         return nullcontext()
 
     def gather_weights(self) -> None:
-        """Gather the weights after each rank's optimizer has changed its parts outside of a step."""
+        """Gather the weights after ``optimizer.eval()``, which changes each rank's part of them."""
 
 
 class LocalState:
@@ -249,7 +249,7 @@ class LocalState:
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
     _numbering: Sequence[str | int] = ()
-    """Names for ``numbering`` if this rank has not all optimized parameters."""
+    """Result of ``numbering`` if this rank lacks some of the optimized parameters; otherwise empty."""
 
     def num_parameters(self) -> int:
         """Return the number of trainable elements of the whole model."""
@@ -364,7 +364,7 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
 
     @contextmanager
     def same_random_state(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Yield the step for the reference model, which draws the strategy's random numbers in it."""
+        """Yield the step for the reference; in the context, its model draws the strategy's random numbers."""
         yield step
 
 

@@ -129,8 +129,8 @@ class Fsdp(TorchDistributed):
         if move_to_device.weights is None:
             move(whole, move_to_device.device)
         if move_to_device.weights is not None:
-            shared_on = torch.device("cpu") if self._offload else move_to_device.device
-            materialize(model, shared_on, move_to_device.device)
+            weights_on = torch.device("cpu") if self._offload else move_to_device.device
+            materialize(model, weights_on, move_to_device.device)
             load_initial(model, local_tensors_of_model(model), move_to_device.weights)
         sharded = [unit for unit in units.values() if isinstance(unit, FSDPModule)]
         self._set_up(model, sharded)
@@ -167,10 +167,10 @@ class Fsdp(TorchDistributed):
     def _sharding_axes(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return sizes and names of the device mesh's dimensions, over the data-parallel ranks."""
         num_ranks = self._data.size
-        sharing = num_ranks_of(self._shard_ranks, num_ranks, allgather_json(self._data, self._data.host))
-        if sharing == num_ranks:
+        group_size = num_ranks_of(self._shard_ranks, num_ranks, allgather_json(self._data, self._data.host))
+        if group_size == num_ranks:
             return (num_ranks,), ("shard",)
-        return (num_ranks // sharing, sharing), ("copy", "shard")
+        return (num_ranks // group_size, group_size), ("copy", "shard")
 
     def _set_up(self, model: torch.nn.Module, units: Sequence[FSDPModule]) -> None:
         self._paths = agree_on_paths(self._ranks, self._job.health)
@@ -242,7 +242,7 @@ class Fsdp(TorchDistributed):
         self._used.update(id(p) for p in self._plain if p.grad is not None)
         if self._plain:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._plain]
-            for parameter, total in zip(self._plain, self._exchange.sum(gradients, "scalars"), strict=True):
+            for parameter, total in zip(self._plain, self._exchange.sum(gradients, "unsharded"), strict=True):
                 parameter.grad = total
         trained = [p for p in self._parameters() if p.requires_grad]
         is_used = [id(p) in self._used for p in trained]
@@ -254,7 +254,7 @@ class Fsdp(TorchDistributed):
         return loss
 
     def _sums_of_step(self, weighted_loss: torch.Tensor, is_used: Sequence[bool]) -> list[Any]:
-        """Return the loss and, if this rank lacks a gradient, the number of ranks with one per parameter."""
+        """Return the loss and, if this rank lacks a gradient, for each parameter how many ranks have one."""
         all_used = all(is_used)
         if all_used:
             flags = torch.ones(len(is_used), dtype=weighted_loss.dtype, device=weighted_loss.device)
@@ -313,7 +313,7 @@ def _unchanged(method: Callable[..., Any], group: Any, name: str) -> Callable[..
                     f"strategy fsdp: the forward pass of {name} changes a weight of shape "
                     f"{list(weight.shape)} in place, "
                     "and the change is lost when the unit is resharded",
-                    hint="use strategy: allreduce; Embedding(max_norm=...) does it, for one",
+                    hint="use strategy: allreduce; Embedding(max_norm=...), for example, changes its weight",
                 )
         return method(*args, **more)
 
@@ -349,12 +349,12 @@ def num_ranks_of(wanted: int | Literal["host"] | None, num_ranks: int, hosts: Se
             raise UserError(
                 f"strategy.args.shard_ranks: host: each host must have the same number of consecutive "
                 f"ranks: {found}",
-                hint="start ranks like this, or set a number",
+                hint="start equally many consecutive ranks on each host, or set a number",
             )
         return runs[0][1]
     if num_ranks % wanted:
         raise UserError(
             f"strategy.args.shard_ranks: {wanted} does not divide {num_ranks} ranks",
-            hint="start a multiple of it, or leave it out",
+            hint=f"start a multiple of {wanted} ranks, or leave shard_ranks out",
         )
     return wanted

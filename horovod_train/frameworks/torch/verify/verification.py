@@ -79,11 +79,11 @@ class Difference:
 
 
 CAUSES = {
-    "loss": "the forward pass computes something else: code of forward() outside of a module's call (a "
+    "loss": "the forward pass computes something else: code in forward() between calls of modules (a "
     "context manager, an attribute that changes), or a hook of the model",
     "gradient": "the backward pass computes something else: a hook of a parameter or module, an autograd "
     "function, or a tensor that is changed in place",
-    "buffer": "a buffer is not changed exactly once by the forward pass of each micro-batch",
+    "buffer": "the forward pass of some micro-batch changes the buffer never, or more than once",
     "update": "the update computes something else: an optimizer that looks at whole tensors, or weights "
     "that the task or the forward pass changes",
 }
@@ -231,7 +231,7 @@ class StrategyVerifier:
                 continue
             difference = found.detach().to(wide_type(wanted.dtype)) - wanted.to(wide_type(wanted.dtype))
             allowed = max(limit * _rms(whole), rounding * largest)
-            if not _rms(difference) <= allowed and _both_finite(found, wanted):
+            if not _rms(difference) <= allowed and _any_finite(found, wanted):
                 return _difference_at(f"the gradient of {name}", found, wanted, "gradient")
         return None
 
@@ -274,7 +274,7 @@ class StrategyVerifier:
             return torch.equal(found, wanted)
         limit = max(self._gradient_limit(), NUM_ULPS * torch.finfo(wanted.dtype).eps)
         difference = found.to(wide_type(wanted.dtype)) - wanted.to(wide_type(wanted.dtype))
-        return _rms(difference) <= limit * max(_rms(wanted), 1e-30) or not _both_finite(found, wanted)
+        return _rms(difference) <= limit * max(_rms(wanted), 1e-30) or not _any_finite(found, wanted)
 
     def _refuse(self, difference: Difference | None) -> None:
         """Raise ``UserError`` on all ranks if a rank has found a difference. Collective."""
@@ -288,7 +288,7 @@ class StrategyVerifier:
         later = "" if self._num_made == 0 else " Earlier steps agreed: state in Python may be the reason."
         raise UserError(
             f"strategy {strategy} does not train this model as one process does: in step "
-            f"{self._num_made + 1} of this process {what} is {found} on {describe_ranks([seen[0]])}, and "
+            f"{self._num_made + 1} since this start, {what} is {found} on {describe_ranks([seen[0]])}, and "
             f"{expected} with the plain model. Likely cause: {CAUSES[stage]}.{later}",
             hint="use strategy: allreduce, or change the model; health.verify_strategy: false does "
             "not compare",
@@ -360,7 +360,7 @@ def refused(job: Job, is_explained: Callable[[Exception], bool]) -> AbstractCont
 
 
 def part_of(whole: torch.Tensor, part: Part | None, like: torch.Tensor) -> torch.Tensor:
-    """Return a part of a tensor, in the shape of a tensor of the same part; a view of a contiguous tensor."""
+    """Return a part of ``whole``, in the shape of ``like``; a view if ``whole`` is contiguous."""
     if part is None:
         return whole
     if len(part.start) != whole.dim():
@@ -392,10 +392,10 @@ def _are_alike(
         return torch.equal(found.to(wanted.dtype), wanted)
     difference = (found.to(wide_type(wanted.dtype)) - wanted.to(wide_type(wanted.dtype))).abs()
     allowed = (NUM_ULPS * torch.finfo(wanted.dtype).eps + relative) * wanted.abs().max() + absolute
-    return bool((difference <= allowed).all()) or not _both_finite(found, wanted)
+    return bool((difference <= allowed).all()) or not _any_finite(found, wanted)
 
 
-def _both_finite(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def _any_finite(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Return whether at least one of two tensors is finite, so that a comparison is meaningful."""
     return bool(found.isfinite().all()) or bool(wanted.isfinite().all())
 
@@ -418,7 +418,7 @@ def _difference_at(what: str, found: torch.Tensor, wanted: torch.Tensor, stage: 
     wide = numbers if numbers.is_complex() else numbers.double()
     at = int((wide[0] - wide[1]).abs().nan_to_num(nan=float("inf")).argmax())
     ours, theirs = wide[:, at].tolist()
-    return Difference(f"number {at} of {what}", f"{ours:.9g}", f"{theirs:.9g}", stage)
+    return Difference(f"element {at} of {what}", f"{ours:.9g}", f"{theirs:.9g}", stage)
 
 
 def _presence(tensor: torch.Tensor | None) -> str:

@@ -261,10 +261,10 @@ def _make_room(cluster: Cluster, name: str) -> None:
             pods = ", ".join(pod.name for pod in running_pods(cluster, name))
             finalizers = ", ".join(texts(left, "metadata", "finalizers"))
             raise LaunchError(
-                f"MPIJob {name} has ended and was deleted {API_TIMEOUT_S:g} s ago, but does not go"
+                f"MPIJob {name} has ended and was deleted {API_TIMEOUT_S:g} s ago, but still has objects"
                 f" (pods: {pods or 'none'}; finalizers: {finalizers or 'none'})",
                 hint="a pod on a node that is gone stays until `kubectl delete pod --force`; "
-                "submit again when it is gone, or under another name to start from the beginning",
+                "then submit again, or submit under another name to start from the beginning",
             )
         sleep(POLL_S / 4)
 

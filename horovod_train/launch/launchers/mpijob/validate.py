@@ -26,7 +26,7 @@ def check(manifest: Mapping[str, object], source: str = "MPIJob") -> None:
     """Raise an error for an MPIJob that would not run.
 
     Raises:
-        ConfigError: Lists every problem, with the path of the field.
+        ConfigError: Lists all problems of the schema; if there are none, all others; with the field's path.
         UserError: jsonschema is not installed.
     """
     # The other rules require valid types.
