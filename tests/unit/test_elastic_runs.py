@@ -138,12 +138,12 @@ def test_an_error_that_no_host_is_to_blame_for_ends_the_job(train):
 
 
 def test_what_it_waits_for_stands_in_its_state(train):
-    with pytest.raises(LaunchError, match="room for 3 of at least 5 ranks"):
+    with pytest.raises(LaunchError, match="room for 3 ranks; at least 5 are required"):
         train(min_ranks=5, max_ranks=8)
 
     state = train.state.read_recorded()
     assert state.state == "starting"
-    assert state.message.startswith("waits for hosts: room for 3 of at least 5 ranks")
+    assert state.message.startswith("waits for hosts: room for 3 ranks; at least 5 are required")
 
 
 def test_a_signal_that_came_before_is_heard_while_it_waits(train):

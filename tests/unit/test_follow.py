@@ -128,7 +128,9 @@ class TestAKilledRank:
             run.handle(event("failure", rank, is_cause=False, **fields))
         run.handle("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
 
-        with pytest.raises(LostError, match="say why; ranks 0, 2 only noticed: the connection was lost"):
+        with pytest.raises(
+            LostError, match="say why; ranks 0, 2 failed as a consequence: the connection was lost"
+        ):
             run.end(1)
 
     def test_where_nobody_is_lost_and_nccl_gave_up_it_is_the_network(self, follow):

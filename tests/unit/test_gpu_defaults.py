@@ -16,7 +16,7 @@ from horovod_train.errors import UnknownNameError, UserError, WorldError
 from horovod_train.frameworks.torch.codecs.dense import fp32
 from horovod_train.frameworks.torch.comm.buckets import make_buckets
 from horovod_train.frameworks.torch.comm.collectives import let_stream_follow
-from horovod_train.frameworks.torch.framework import choose_device, compiled, placement, set_up
+from horovod_train.frameworks.torch.framework import choose_device, compiled, placement, set_global_options
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.state.optimizer import is_fused_by_default, optimizer_over
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
@@ -80,11 +80,11 @@ class TestFusedOptimizers:
 def test_matrix_products_have_the_precision_of_the_job():
     before = torch.get_float32_matmul_precision()
     try:
-        set_up(job(train={"matmul_precision": "high"}))
+        set_global_options(job(train={"matmul_precision": "high"}))
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
-    set_up(job())
+    set_global_options(job())
     assert torch.get_float32_matmul_precision() == "highest"
 
 

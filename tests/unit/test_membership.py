@@ -271,7 +271,7 @@ class TestWhileRanksRun:
 
         assert asked
         assert said[1:] == [
-            "elastic: hosts are listed again",
+            "elastic: the discovery command works again",
             "elastic: up2 was removed from the host list; saving a checkpoint",
         ]
 

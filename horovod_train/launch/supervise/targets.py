@@ -52,7 +52,7 @@ class TargetFiles(Follower):
         return [
             other
             for other in read_targets(path)
-            if other.labels.get("run") != self._run_id and other.address not in ours
+            if other.labels.get("run", self._run_id) != self._run_id and other.address not in ours
         ]
 
 
