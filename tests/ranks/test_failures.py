@@ -59,7 +59,7 @@ def test_an_end_that_is_no_error_is_explained(tmp_path, controller, how):
 
     code, says = {
         "sys.exit": (2, "the task ended this rank with sys.exit(0) before training was done"),
-        "os._exit": (1, "only noticed: a collective failed because another rank exited"),
+        "os._exit": (1, "failed as a consequence: a collective failed because another rank exited"),
         "interrupt": (130, "rank 1 on .*: interrupted by SIGINT"),
     }[how]
     assert done.returncode == code, done.stderr

@@ -520,7 +520,7 @@ class TestTheView:
     def test_ranks_that_failed_or_were_killed_are_marked(self, make, tmp_path):
         make(
             events=[started(3), rank_times([0.02] * 3), failure("task")],
-            state="failed", code=1, message="rank 2 was killed; rank 1 only noticed", lost=[2],
+            state="failed", code=1, message="rank 2 was killed; rank 1 failed as a consequence", lost=[2],
         )  # fmt: skip
 
         assert self.document(tmp_path / "runs")["ranks"]["state"] == ["failed", "ended", "dead"]

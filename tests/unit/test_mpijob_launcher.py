@@ -163,7 +163,8 @@ def test_an_earlier_job_that_does_not_go_is_not_waited_for_for_ever(api, monkeyp
 
     with pytest.raises(
         LaunchError,
-        match=r"digits has ended and was deleted 0\.3 s ago, but still has objects \(pods: digits-launcher-x0",
+        match=r"digits has ended and was deleted 0\.3 s ago, but still has objects \(pods: "
+        "digits-launcher-x0",
     ):
         submit(api)
 
