@@ -9,7 +9,7 @@ from horovod_train.cli.options import job_id_argument
 
 @click.command(name="cancel")
 @job_id_argument
-@click.option("--now", is_flag=True, help="Do not let it save.")
+@click.option("--now", is_flag=True, help="Kill ranks at once, without saving a checkpoint.")
 def command(job_id: str, *, now: bool) -> None:
     """End the job ID, and wait until all its processes have ended.
 

@@ -82,7 +82,7 @@ def diff(first: Path, second: Path) -> None:
 @click.option(
     "--averaged/--trained",
     default=None,
-    help="Averaged weights (`ema` in the job), or those that are trained.",
+    help="Export the averaged weights (`ema` in the job), or the trained ones.",
 )
 def export(path: Path, file: Path, *, averaged: bool | None) -> None:
     """Write the weights of the newest valid checkpoint in PATH to the safetensors file FILE.

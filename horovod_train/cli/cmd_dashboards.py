@@ -17,7 +17,10 @@ def command() -> None:
 @command.command(name="export")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
-    "--runbook", metavar="URL", help="Where alerts link to: your copy of docs/runbook.md.", default=None
+    "--runbook",
+    metavar="URL",
+    help="Address that alerts link to: your copy of docs/runbook.md.",
+    default=None,
 )
 @click.option(
     "--checkpoint-age",
@@ -25,7 +28,7 @@ def command() -> None:
     type=click.FloatRange(min=1),
     default=3600.0,
     show_default=True,
-    help="A checkpoint is too old after so long.",
+    help="Age of the newest checkpoint above which an alert fires.",
 )
 def export(folder: Path, runbook: str | None, checkpoint_age: float) -> None:
     """Write dashboards (JSON, for Grafana) and rules (YAML, for Prometheus) into FOLDER."""

@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 @click.argument("job", metavar="[JOB]", required=False)
 @launch_options
 @click.option(
-    "--kubernetes", is_flag=True, help="Examine the cluster of kubectl's context; with JOB, in its pods."
+    "--kubernetes",
+    is_flag=True,
+    help="Check the cluster of kubectl's context; with JOB, from inside its pods.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For a program.")
-@click.option("--no-sweep", is_flag=True, help="Do not measure all-reduces; on Kubernetes, start no pods.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--no-sweep", is_flag=True, help="Skip the all-reduce benchmark; on Kubernetes, do not start pods."
+)
 def command(
     job: str | None, *, kubernetes: bool, as_json: bool, no_sweep: bool, **options: Unpack[LaunchOptions]
 ) -> None:

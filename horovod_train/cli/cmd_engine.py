@@ -16,14 +16,14 @@ def command() -> None:
 
 
 @command.command()
-@click.option("--force", is_flag=True, help="Build even if the cache has this wheel.")
+@click.option("--force", is_flag=True, help="Build even if the wheel is in the cache.")
 @click.option(
     "--sdist",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Horovod's source archive, for machines without a package index.",
 )
-@click.option("--without-cuda", is_flag=True, help="Build for CPUs alone, though a GPU is here.")
-@click.option("--no-install", is_flag=True, help="Only put the wheel into the cache and print its path.")
+@click.option("--without-cuda", is_flag=True, help="Build without CUDA, even if this machine has a GPU.")
+@click.option("--no-install", is_flag=True, help="Only store the wheel in the cache, and print its path.")
 def build(sdist: Path | None, *, force: bool, without_cuda: bool, no_install: bool) -> None:
     """Build Horovod for the frameworks of this environment, and install it."""
     from horovod_train.horovod import build as engine

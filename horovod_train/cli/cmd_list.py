@@ -8,7 +8,7 @@ import click
 
 
 @click.command(name="list")
-@click.option("-a", "--all", "show_all", is_flag=True, help="Those that have ended, too.")
+@click.option("-a", "--all", "show_all", is_flag=True, help="Also list ended jobs.")
 def command(*, show_all: bool) -> None:
     """List the jobs that were started from this account, newest first."""
     from horovod_train.errors import HorovodTrainError

@@ -9,7 +9,7 @@ from horovod_train.cli.options import job_id_argument
 
 @click.command(name="logs")
 @job_id_argument
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job ends.")
 def command(job_id: str, *, follow: bool) -> None:
     """Show the output of the job ID."""
     from horovod_train.events.wire import parse_line

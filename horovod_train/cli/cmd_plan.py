@@ -37,9 +37,12 @@ class Size(click.ParamType[float]):
 @click.command(name="plan")
 @job_argument
 @launch_options
-@click.option("--memory", is_flag=True, help="How much memory a rank needs under each strategy.")
+@click.option("--memory", is_flag=True, help="Estimate the memory of a rank under each strategy.")
 @click.option(
-    "--device-memory", type=Size(), metavar="SIZE", help="What a rank may take: name the fastest that fits."
+    "--device-memory",
+    type=Size(),
+    metavar="SIZE",
+    help="Memory limit of a rank: also print the fastest strategy that fits.",
 )
 def command(job: str, *, memory: bool, device_memory: float | None, **options: Unpack[LaunchOptions]) -> None:
     """Show the commands and the learning rate of JOB, or the memory that it needs.

@@ -28,7 +28,7 @@ from horovod_train.cli.options import (
 @script_option
 @launch_options
 @dry_run_option
-@click.option("--ui", is_flag=True, help="Show the run in the browser; its address is printed.")
+@click.option("--ui", is_flag=True, help="Serve a web page of the run, and print its address.")
 def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[LaunchOptions]) -> None:
     """Train JOB (a file, or the name of a shipped task), and wait until it ends.
 

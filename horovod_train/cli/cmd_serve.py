@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.argument("what", metavar="[JOB|FOLDER|TARGETS]...", nargs=-1)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=9301, show_default=True, type=click.IntRange(0, 65535), metavar="PORT")
-@click.option("--allow-ending", is_flag=True, help="Let the page drain and cancel jobs.")
+@click.option("--allow-ending", is_flag=True, help="Allow the page to drain and cancel jobs.")
 def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) -> None:
     """Serve a web page of jobs (loss, throughput, slow ranks), and /targets and /metrics for Prometheus.
 

@@ -11,7 +11,7 @@ from horovod_train.cli.options import job_id_argument
 
 @click.command(name="status")
 @job_id_argument
-@click.option("--json", "as_json", is_flag=True, help="For a program.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(job_id: str, *, as_json: bool) -> None:
     """Show the state, the progress and the slow ranks of the job ID."""
     from horovod_train.launch.submit import submitted

@@ -10,7 +10,7 @@ import click
 
 @click.command(name="worker")
 @click.argument("job", type=click.Path(path_type=Path))
-@click.option("--run-id", metavar="NAME", help="Name of this run; from the time if left out.")
+@click.option("--run-id", metavar="NAME", help="Name of this run; default: derived from the current time.")
 @click.option("--events", is_flag=True, help="Write events for `horovod-train run` instead of text.")
 def command(job: Path, run_id: str | None, *, events: bool) -> None:
     """Run one rank of JOB.

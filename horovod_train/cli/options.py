@@ -52,21 +52,21 @@ class JobOrScriptCommand(click.Command):
 
 
 dry_run_option = click.option(
-    "--dry-run", is_flag=True, help="Print exactly what would be done, and do nothing."
+    "--dry-run", is_flag=True, help="Print the commands and files of the launch, and do nothing else."
 )
 set_option = click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="FIELD=VALUE",
-    help="Override a field, as in --set train.epochs=3. Can be given several times.",
+    help="Override a field, for example --set train.epochs=3. May be repeated.",
 )
 
 
 script_option = click.option(
     "--script",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Run a script that knows nothing of this package in place of JOB; its arguments follow after --.",
+    help="Run a plain Horovod script instead of JOB; its arguments follow after --.",
 )
 
 
@@ -105,20 +105,21 @@ def launch_options(command: Command) -> Command:
     for option in reversed(
         (
             click.option(
-                "-n", "--num-ranks", type=click.IntRange(min=1), metavar="RANKS", help="Ranks to start."
+                "-n", "--num-ranks", type=click.IntRange(min=1), metavar="RANKS", help="Number of ranks."
             ),
             click.option(
-                "-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts and ranks on each, as in a:4,b:4."
+                "-H",
+                "--hosts",
+                metavar="HOST:SLOTS,...",
+                help="Hosts, and number of ranks on each, for example a:4,b:4.",
             ),
             click.option(
                 "--hostfile",
                 type=click.Path(path_type=Path),
-                help="File of hosts, a line for each: 'node01 slots=4' or 'node01:4'.",
+                help="File with one host per line: 'node01 slots=4' or 'node01:4'.",
             ),
-            click.option("--launcher", metavar="NAME", help="Who starts the ranks: horovodrun, mpirun, ..."),
-            click.option(
-                "--controller", type=click.Choice(["mpi", "gloo"]), help="Who coordinates the ranks."
-            ),
+            click.option("--launcher", metavar="NAME", help="Launcher of the ranks: horovodrun, mpirun, ..."),
+            click.option("--controller", type=click.Choice(["mpi", "gloo"]), help="Horovod's controller."),
             click.option("--run-id", metavar="NAME", hidden=True),
             # The job is already resolved: its environment variables must not be applied again.
             click.option("--resolved", is_flag=True, hidden=True),
