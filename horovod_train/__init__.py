@@ -1,7 +1,8 @@
 """Distributed training with Horovod, on one process or a thousand ranks.
 
-``horovod_train.init()`` is the entry point for user-defined training loops; see ``session.py``. Exported
-names are imported on first access, so that ``import horovod_train`` is fast.
+``horovod_train.submit()`` starts jobs (``client.py``). ``horovod_train.init()`` is the entry point for
+user-defined training loops (``session.py``). Exported names are imported on first access, so that
+``import horovod_train`` is fast.
 """
 
 from __future__ import annotations
@@ -10,18 +11,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from horovod_train.client import JobHandle, JobResult, job, jobs, submit
     from horovod_train.config.schema import LearningRate
+    from horovod_train.errors import JobFailedError
     from horovod_train.session import Session, init
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "JobFailedError": "horovod_train.errors",
+    "JobHandle": "horovod_train.client",
+    "JobResult": "horovod_train.client",
     "LearningRate": "horovod_train.config.schema",
     "Session": "horovod_train.session",
     "init": "horovod_train.session",
+    "job": "horovod_train.client",
+    "jobs": "horovod_train.client",
+    "submit": "horovod_train.client",
 }
 
-__all__ = ["LearningRate", "Session", "__version__", "init"]
+__all__ = [
+    "JobFailedError",
+    "JobHandle",
+    "JobResult",
+    "LearningRate",
+    "Session",
+    "__version__",
+    "init",
+    "job",
+    "jobs",
+    "submit",
+]
 
 
 def __getattr__(name: str) -> Any:

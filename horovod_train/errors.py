@@ -4,6 +4,7 @@
     |-- UserError            2   ConfigError, DeviceMemoryError, UnknownNameError
     |-- OperationalError     1   EngineError, LaunchError (LostError), WorldError, CheckpointError,
     |                            DesyncError, NcclError, GpuError, PeerError
+    |-- JobFailedError      that of the job
     |-- KernelError          1
     |-- NumericError         3
     `-- PreemptedError      75
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
@@ -111,6 +112,19 @@ class EngineError(OperationalError):
 
 class LaunchError(OperationalError):
     """The ranks could not be started, or failed without a known cause."""
+
+
+class JobFailedError(OperationalError):
+    """A job that was waited for did not succeed.
+
+    Attributes:
+        status: Final status of the job (``launch/base.py:JobStatus``).
+    """
+
+    def __init__(self, message: str, status: Any) -> None:
+        super().__init__(message)
+        self.status = status
+        self.exit_code = 1 if status.exit_code is None else status.exit_code
 
 
 class LostError(LaunchError):

@@ -6,7 +6,8 @@ import json
 
 import click
 
-from horovod_train.cli.options import find_job, job_argument, set_option
+from horovod_train.cli.options import job_argument, set_option
+from horovod_train.config.shipped import job_file
 
 
 @click.group(name="config")
@@ -23,7 +24,7 @@ def show(job: str, overrides: tuple[str, ...]) -> None:
 
     from horovod_train.config.load import load_job
 
-    document = load_job(find_job(job), overrides).model_dump(mode="json")
+    document = load_job(job_file(job), overrides).model_dump(mode="json")
     click.echo(yaml.safe_dump(document, sort_keys=False), nl=False)
 
 
@@ -34,7 +35,7 @@ def validate(job: str, overrides: tuple[str, ...]) -> None:
     """Check JOB, and report all problems."""
     from horovod_train.config.load import load_job
 
-    path = find_job(job)
+    path = job_file(job)
     load_job(path, overrides)
     click.echo(f"{path}: valid")
 

@@ -32,4 +32,4 @@ def command(job: tuple[str, ...], *, dry_run: bool, **options: Unpack[LaunchOpti
     if dry_run:
         click.echo(plan_as_text(request, plan))
         return
-    click.echo(submit_job(request, plan, lambda text: click.echo(text, err=True)))
+    click.echo(submit_job(request, plan, lambda text: click.echo(text, err=True)).job_id)

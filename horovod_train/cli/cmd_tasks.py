@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from horovod_train.cli.options import find_job
+from horovod_train.config.shipped import job_file
 
 
 @click.group(name="tasks")
@@ -25,4 +25,4 @@ def list_tasks() -> None:
 @click.argument("task")
 def show(task: str) -> None:
     """Print the job description of TASK, as a template for another job."""
-    click.echo(find_job(task).read_text(encoding="utf-8"), nl=False)
+    click.echo(job_file(task).read_text(encoding="utf-8"), nl=False)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar, Unpack
 
 import click
 
-from horovod_train.errors import UserError, did_you_mean
+from horovod_train.config.shipped import job_file, refuse_script
+from horovod_train.errors import UserError
 from horovod_train.registry import SCRIPT
 
 if TYPE_CHECKING:
     from horovod_train.config.schema import Job
-
-TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
 
 MAX_NAME_CHARS = 63
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -68,31 +67,6 @@ script_option = click.option(
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Run a plain Horovod script instead of JOB; its arguments follow after --.",
 )
-
-
-def find_job(name: str) -> Path:
-    """Return the file of a job, given its path or the name of a shipped task.
-
-    Raises:
-        UserError: Neither exists, or the path is that of a script.
-    """
-    _refuse_script(name)
-    path = Path(name)
-    shipped = {file.stem: file for file in sorted(TASKS_FOLDER.glob("*.yaml"))}
-    if path.is_file():
-        return path
-    if name in shipped:
-        return shipped[name]
-    near = [*shipped, *(file.name for file in Path().glob("*.yaml"))]
-    raise UserError(
-        f"no job {name!r}: neither a file nor a shipped task ({', '.join(shipped)})",
-        hint=did_you_mean(name, near),
-    )
-
-
-def _refuse_script(name: str) -> None:
-    if name.endswith(".py"):
-        raise UserError(f"{name} is a script, not a job", hint=f"run it with --script {name} -- ARGS")
 
 
 def print_line(text: object) -> None:
@@ -175,7 +149,7 @@ def job_of(job: Sequence[str], **options: Unpack[LaunchOptions]) -> Job:
         return job_from(
             script_job(script, job), Path(), f"--script {script}", options["overrides"], environ, settings
         )
-    return load_job(find_job(require_one_job(job)), options["overrides"], environ, settings)
+    return load_job(job_file(require_one_job(job)), options["overrides"], environ, settings)
 
 
 def require_one_job(names: Sequence[str]) -> str:
@@ -185,7 +159,7 @@ def require_one_job(names: Sequence[str]) -> str:
         UserError: The command line names no job, several jobs, or a script.
     """
     if names:
-        _refuse_script(names[0])  # checked first, because arguments of the script may follow
+        refuse_script(names[0])  # checked first, because arguments of the script may follow
     if len(names) != 1:
         found = f"several jobs: {', '.join(names)}" if names else "no job"
         raise UserError(

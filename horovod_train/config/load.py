@@ -82,6 +82,7 @@ def load_job(
     overrides: Iterable[str] = (),
     environ: Mapping[str, str] | None = None,
     settings: Mapping[str, object] = MappingProxyType({}),
+    origin: str = "the command line",
 ) -> Job:
     """Load and check a job description.
 
@@ -90,11 +91,12 @@ def load_job(
         overrides: Texts of the form ``train.epochs=3``; they override the file and the environment.
         environ: Contains variables such as ``HOROVOD_TRAIN__TRAIN__EPOCHS=3``; None: ``os.environ``.
         settings: Values by dotted path, such as command line options; they override ``overrides``.
+        origin: Origin of ``settings``, for error messages.
 
     Raises:
         ConfigError: The job description is not valid. The error lists all problems.
     """
-    return job_from(read_tree(path), path.parent, str(path), overrides, environ, settings)
+    return job_from(read_tree(path), path.parent, str(path), overrides, environ, settings, origin)
 
 
 def job_from(
@@ -104,20 +106,23 @@ def job_from(
     overrides: Iterable[str] = (),
     environ: Mapping[str, str] | None = None,
     settings: Mapping[str, object] = MappingProxyType({}),
+    origin: str = "the command line",
 ) -> Job:
     """Return the job that a tree of plain values describes, which is modified in place.
 
-    Relative paths in the tree refer to ``folder``. Error messages name ``source`` as the origin of the tree.
-    The other arguments are those of ``load_job``.
+    Relative paths in the tree refer to ``folder``. Error messages name ``source`` as the origin of the tree,
+    and ``origin`` as that of ``settings``. The other arguments are those of ``load_job``.
 
     Raises:
         ConfigError: The job description is not valid. The error lists all problems.
     """
     problems: list[Problem] = []
-    for origin, dotted, text in _assignments(overrides, os.environ if environ is None else environ, problems):
-        _assign_text(tree, dotted, text, origin, problems)
+    for variable, dotted, text in _assignments(
+        overrides, os.environ if environ is None else environ, problems
+    ):
+        _assign_text(tree, dotted, text, variable, problems)
     for dotted, value in settings.items():
-        _assign(tree, dotted, value, "the command line", problems)
+        _assign(tree, dotted, value, origin, problems)
     if with_nul := list(_with_nul(tree)):
         raise ConfigError(source, [*problems, *with_nul])  # before file names are used
     _anchor_paths(tree, folder, problems)

@@ -6,6 +6,7 @@ files. ``--dry-run`` prints the plan, and does nothing else.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -233,8 +234,8 @@ class Launcher(Protocol):
         """
         ...
 
-    def wait(self, job: Submitted) -> JobStatus:
-        """Block until a job has ended, and return its status."""
+    def wait(self, job: Submitted, timeout_s: float = math.inf) -> JobStatus:
+        """Block until a job has ended, and return its status; raise ``TimeoutError`` after ``timeout_s``."""
         ...
 
 
@@ -247,13 +248,14 @@ class PolledLauncher:
         """Return the status of a job."""
         raise NotImplementedError
 
-    def wait(self, job: Submitted) -> JobStatus:
+    def wait(self, job: Submitted, timeout_s: float = math.inf) -> JobStatus:
         """Block until a job has ended, and return its status.
 
         Raises:
             LaunchError: The status could not be determined for ten minutes.
+            TimeoutError: The job has not ended within ``timeout_s``.
         """
-        known_s = monotonic()
+        begun_s = known_s = monotonic()
         while True:
             try:
                 status = self.status(job)
@@ -264,7 +266,10 @@ class PolledLauncher:
                 known_s = monotonic()
                 if status.has_ended:
                     return status
-            sleep(self.poll_s)
+            remaining_s = begun_s + timeout_s - monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError(f"{job.job_id} has not ended within {timeout_s:g} s")
+            sleep(min(self.poll_s, remaining_s))
 
     def is_running(self, job: Submitted) -> bool:
         """Return whether a job may still write to its log; True if its status cannot be determined."""

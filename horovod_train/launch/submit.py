@@ -129,14 +129,14 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
     return 1 if status.exit_code is None else status.exit_code
 
 
-def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], None]) -> str:
-    """Start a job, and return its ID without waiting for its end.
+def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], None]) -> Submitted:
+    """Start a job, and return its record without waiting for its end.
 
     Raises:
         LaunchError: The launcher rejects the job.
     """
     native_id = launcher_named(request.job.launch.launcher).submit(request, plan)
-    return record_job(request, native_id, warn).job_id
+    return record_job(request, native_id, warn)
 
 
 def record_job(request: LaunchRequest, native_id: str, warn: Callable[[str], None]) -> Submitted:

@@ -87,6 +87,7 @@ ROOMS = {
     "launch.submit": BASICS
     | {"config", "events"}
     | {"launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.supervise"},
+    "client": BASICS | {"config", "events", "launch.base", "launch.jobs", "launch.submit"},
     "monitor": BASICS
     | {"config", "events", "launch.base", "launch.jobs"}
     | {"telemetry.metric", "telemetry.catalog", "telemetry.waiting"},

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from support.prometheus import needs_prometheus, promtool
 
-from horovod_train.cli.options import find_job
 from horovod_train.config.load import load_job
+from horovod_train.config.shipped import job_file
 from horovod_train.monitor.shipped import dashboards
 
 DOCKER = Path(__file__).parents[2] / "docker"
@@ -42,7 +42,7 @@ def test_images_are_pinned_have_no_rights_and_are_reached_from_here_only(name):
 def test_the_job_is_one_that_can_be_trained():
     command = SERVICES["train"]["command"]
     settings = [after for before, after in pairwise(command) if before == "--set"]
-    job = load_job(find_job("digits"), settings, {})
+    job = load_job(job_file("digits"), settings, {})
 
     assert job.metrics.host == "0.0.0.0"  # noqa: S104  (it is what Prometheus' container needs)
     assert command[: command.index("digits")] == ["launcher", "horovod-train", "run"]

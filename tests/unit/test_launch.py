@@ -419,7 +419,7 @@ class TestFollowing:
         launcher = self.Launcher([], JobStatus("succeeded", 0))
         monkeypatch.setattr("horovod_train.launch.submit.launcher_named", lambda _: launcher)
 
-        assert submit_job(request_for(tmp_path), None, print) == "j-run-1"
+        assert submit_job(request_for(tmp_path), None, print).job_id == "j-run-1"
         assert submitted("j-run-1") == (launcher, find_job("j-run-1"))
 
 

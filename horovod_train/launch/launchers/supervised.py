@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from time import monotonic, sleep
 from typing import Literal
 
@@ -117,6 +118,7 @@ class SupervisedLauncher(PolledLauncher):
                     f"the job could not be started: {text or 'the launcher process wrote no state for 30 s'}"
                 )
             sleep(POLL_S / 4)
+        Thread(target=process.wait, daemon=True).start()  # reaps the process, if this one outlives it
         return str(process.pid)
 
     def status(self, job: Submitted) -> JobStatus:

@@ -1,0 +1,101 @@
+"""The Python client on real ranks: submitted, followed and ended from another process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import psutil
+import pytest
+from support.launching import PROGRAMS, TIMEOUT_S, environment, free_port
+from support.waiting import wait_until
+
+import horovod_train as ht
+from horovod_train.checkpoint.store import read_checkpoint
+from horovod_train.events.types import Evaluation, Progress
+
+TASK = f"{PROGRAMS / 'quick_tasks.py'}:Noted"
+pytestmark = pytest.mark.ranks
+# What an Airflow worker does: start a job, and exit.
+SUBMITS = """
+import json, sys
+import horovod_train as ht
+print(ht.submit(json.loads(sys.argv[1])).id)
+"""
+
+
+@pytest.fixture
+def described(tmp_path, monkeypatch):
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    yield {
+        "name": "test",
+        "framework": "numpy",
+        "task": TASK,
+        "task_args": {"notes": str(tmp_path), "pause_s": 0.02},
+        "run_dir": "runs",
+        "train": {"epochs": 3, "batch_size_per_rank": 4},
+        "metrics": {"port": free_port()},
+        "launch": {"num_ranks": 2},
+    }
+    # A launcher exits a moment after it has written its last state.
+    wait_until(lambda: not psutil.Process().children(), 10)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_job_that_another_process_submitted_is_followed_to_its_result(described, num_ranks, tmp_path):
+    described["launch"] = {"num_ranks": num_ranks}
+    done = subprocess.run(
+        [sys.executable, "-c", SUBMITS, json.dumps(described)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    job = ht.job(done.stdout.strip())
+
+    lines = list(job.logs(follow=True))
+    result = job.result(TIMEOUT_S)
+
+    assert [each.id for each in ht.jobs()] == [job.id]
+    assert job.launcher == ("local" if num_ranks == 1 else "horovodrun")
+    assert any(line.startswith("trained test: 3 epochs") for line in lines)
+    progress = [r.event for r in job.events() if isinstance(r.event, Progress)]
+    last = [r.event for r in job.events() if isinstance(r.event, Evaluation)][-1]
+    assert job.metrics()["loss"][-1] == (result.num_steps, progress[-1].loss)
+    assert result.metrics == last.metrics
+    assert read_checkpoint(result.checkpoint).summary["world_size"] == num_ranks
+
+
+def test_a_drained_job_goes_on_under_its_name_and_a_cancelled_one_has_its_code(described):
+    job = ht.submit(described, {"train.epochs": 500, "checkpoint.every_epochs": None})
+    next(line for line in job.logs(follow=True) if "loss" in line)
+    with pytest.raises(TimeoutError):
+        job.wait(0.1)
+    job.drain()
+
+    with pytest.raises(ht.JobFailedError, match="preempted") as caught:
+        job.result(TIMEOUT_S)
+    again = ht.submit(described, {"train.epochs": 500, "checkpoint.every_epochs": None})
+    next(line for line in again.logs(follow=True) if "resumed from" in line)
+    status = again.cancel()
+
+    assert caught.value.exit_code == 75
+    assert status.state == "cancelled"
+    assert status.exit_code == 143
+    assert again.metrics()["loss"][0][0] > 0
+
+
+def test_handles_are_used_in_an_event_loop(described):
+    async def both():
+        jobs = [
+            await asyncio.to_thread(ht.submit, described, {"name": name, "launch.num_ranks": 1})
+            for name in ("one", "two")
+        ]
+        return await asyncio.gather(*(asyncio.to_thread(job.wait, TIMEOUT_S) for job in jobs))
+
+    assert [status.state for status in asyncio.run(both())] == ["succeeded", "succeeded"]
