@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 
@@ -208,3 +210,12 @@ def test_is_imported_quickly_and_without_a_framework():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_documentation_lists_every_call():
+    page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    table = page[page.index("| call |") : page.index("- **Errors**")]
+    public = {name for name in dir(client.JobHandle) if not name.startswith("_")}
+
+    assert set(re.findall(r"`job\.(\w+)", table)) == public
+    assert set(re.findall(r"`ht\.(\w+)", table)) == {"submit", "job", "jobs"}
