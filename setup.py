@@ -60,6 +60,8 @@ setup(
         "jax": ["jax>=0.6", "optax>=0.2.5"],
         "lightning": ["lightning>=2.5,<2.7"],
         "transformers": ["accelerate>=1.10", "transformers>=5.0"],
+        # Trackers.
+        "tensorboard": ["tensorboard>=2.18"],
         # strategy: deepspeed.
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
         # The launcher mpijob.

@@ -20,7 +20,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from horovod_train.config.load import job_from, load_job
 from horovod_train.config.schema import Job
@@ -108,7 +107,9 @@ class JobHandle:
         """
         status = self.wait(timeout_s)
         if status.state != "succeeded":
-            raise JobFailedError(f"{self.id}: {status}", status)
+            raise JobFailedError(
+                f"{self.id}: {status}", status, 1 if status.exit_code is None else status.exit_code
+            )
         summary = next((r.event for r in reversed(self.events()) if isinstance(r.event, Summary)), None)
         if summary is None:  # a script
             return JobResult({}, None, max((step for step, _ in self.metrics().get("loss", [])), default=0))
@@ -189,7 +190,7 @@ class JobHandle:
 
 
 def submit(
-    job: str | Path | Mapping[str, Any] | Job, overrides: Mapping[str, object] | None = None
+    job: str | Path | Mapping[str, object] | Job, overrides: Mapping[str, object] | None = None
 ) -> JobHandle:
     """Start a job, and return without waiting for it.
 

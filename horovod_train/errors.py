@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
@@ -121,10 +121,10 @@ class JobFailedError(OperationalError):
         status: Final status of the job (``launch/base.py:JobStatus``).
     """
 
-    def __init__(self, message: str, status: Any) -> None:
+    def __init__(self, message: str, status: object, exit_code: int) -> None:
         super().__init__(message)
         self.status = status
-        self.exit_code = 1 if status.exit_code is None else status.exit_code
+        self.exit_code = exit_code
 
 
 class LostError(LaunchError):

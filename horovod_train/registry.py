@@ -277,7 +277,11 @@ STRATEGIES = Registry(
 TRACKERS = Registry(
     kind="tracker",
     group="horovod_train.trackers",
-    builtin={"csv": "horovod_train.telemetry.trackers.csv_file:CsvFile"},
+    builtin={
+        "csv": "horovod_train.telemetry.trackers.csv_file:CsvFile",
+        "jsonl": "horovod_train.telemetry.trackers.json_lines:JsonLines",
+        "tensorboard": "horovod_train.telemetry.trackers.tensorboard:TensorBoard",
+    },
 )
 
 OBSERVERS = (  # hooks of jobs and of users' own loops, in the order in which they are called

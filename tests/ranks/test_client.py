@@ -7,9 +7,11 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import psutil
 import pytest
 from support.launching import PROGRAMS, TIMEOUT_S, environment, free_port
+from support.tracked import read_json_lines, read_tensorboard
 from support.waiting import wait_until
 
 import horovod_train as ht
@@ -99,3 +101,23 @@ def test_handles_are_used_in_an_event_loop(described):
         return await asyncio.gather(*(asyncio.to_thread(job.wait, TIMEOUT_S) for job in jobs))
 
     assert [status.state for status in asyncio.run(both())] == ["succeeded", "succeeded"]
+
+
+def test_trackers_have_each_step_of_a_job_that_was_killed_and_resumed_once(described, tmp_path):
+    described["metrics"]["trackers"] = [{"name": "jsonl"}, {"name": "tensorboard"}]
+    described["checkpoint"] = {"every_steps": 3}
+    described["train"]["epochs"] = 6
+    job = ht.submit(described)
+    wait_until(lambda: len(job.metrics().get("eval/loss", [])) > 1, TIMEOUT_S)
+    job.cancel(now=True)
+    again = ht.submit(described, {"task_args.pause_s": 0.0})
+    result = again.result(TIMEOUT_S)
+
+    rows = read_json_lines(tmp_path / "runs" / "test" / "metrics.jsonl")
+    shown = read_tensorboard(tmp_path / "runs" / "test" / "tensorboard")
+    assert [step for step, _ in rows["loss"]] == list(range(1, result.num_steps + 1))
+    assert set(again.metrics()["loss"]) <= set(rows["loss"])
+    assert rows["eval/loss"][-1][1] == result.metrics["loss"]
+    assert len(rows["eval/loss"]) == described["train"]["epochs"]
+    for name, points in rows.items():
+        assert shown[name] == [(step, np.float32(value)) for step, value in points]

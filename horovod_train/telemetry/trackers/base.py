@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ class TrackedRun:
         job: Resolved job, as JSON.
         folder: Folder that contains the runs of the job.
         step: Completed steps at the start; greater than 0 if training resumes from a checkpoint.
+        versions: Versions of installed packages by name.
     """
 
     job: Mapping[str, object]
@@ -23,6 +24,7 @@ class TrackedRun:
     folder: Path
     world_size: int
     step: int
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 class Tracker(Protocol):

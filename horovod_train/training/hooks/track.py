@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -111,6 +113,7 @@ class Track(Hook):
             parts.run_id,
             Path(job.run_dir).expanduser().absolute() / job.name,
             parts.world.size,
+            versions=_versions(job.framework),
         )
         return cls(threads, tracked)
 
@@ -138,6 +141,15 @@ class Track(Hook):
         values = {f"eval/{name}": value for name, value in progress.metrics.items()}
         for _, thread in self._trackers:
             thread.enqueue(partial(thread.tracker.log, progress.step, progress.epochs_passed, values))
+
+
+def _versions(framework: str) -> dict[str, str]:
+    """Return the versions of this package, of Horovod and of the framework, as far as they are installed."""
+    found = {}
+    for name in ("horovod_train", "horovod", framework):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def make_tracker(section: Tracking) -> Tracker:

@@ -1,0 +1,97 @@
+"""Tracker that appends a JSON object per line for each logged step and evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from horovod_train.system.files import write_atomic
+from horovod_train.telemetry.trackers.base import TrackedRun
+
+Entry = dict[str, Any]
+
+
+class JsonLines:
+    """Tracker that writes a file with one line per start, logged step and evaluation.
+
+    Steps are unique: a resume, and a return to a checkpoint, remove the lines of later steps. A line of a
+    start has ``run``, ``from_step``, ``world_size``, ``versions`` and ``job``; other lines have ``run``,
+    ``step``, ``epochs`` and ``values``. Values that are not finite are null.
+
+    Args:
+        path: File, relative to the folder of the job's runs; None: ``metrics.jsonl``.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self._name = Path(path or "metrics.jsonl")
+
+    def start(self, run: TrackedRun) -> None:
+        """Remove the lines of later steps of the training that is resumed, and append a line for this start.
+
+        Raises:
+            OSError: The file cannot be read or written.
+        """
+        self._run_id = run.run_id
+        self._path = run.folder / self._name.expanduser()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._last = {"step": run.step, "evaluation": run.step}
+        self._retain(lambda entry: run.step == 0 or entry["step"] <= run.step)
+        self._append(
+            {
+                "run": run.run_id,
+                "from_step": run.step,
+                "world_size": run.world_size,
+                "versions": dict(run.versions),
+                "job": dict(run.job),
+            }
+        )
+
+    def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
+        """Append a line; remove lines of the same kind of this and later steps first."""
+        kind = kind_of(values)
+        if step <= self._last[kind]:
+            self._retain(lambda entry: entry["step"] < step or kind_of(entry["values"]) != kind)
+        self._last[kind] = step
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._append({"run": self._run_id, "step": step, "epochs": epochs, "values": finite})
+
+    def end(self) -> None:
+        """Do nothing: each line was written and closed."""
+
+    def _append(self, entry: Entry) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def _retain(self, is_retained: Callable[[Entry], bool]) -> None:
+        """Rewrite the file with the retained lines of the last training, and all lines of earlier ones."""
+        if not self._path.exists():
+            return
+        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        entries = [entry_of(line) for line in lines]
+        starts = [at for at, entry in enumerate(entries) if entry is not None and entry.get("from_step") == 0]
+        first = starts[-1] if starts else 0
+        kept = [
+            line
+            for at, (line, entry) in enumerate(zip(lines, entries, strict=True))
+            if entry is not None and (at < first or "step" not in entry or is_retained(entry))
+        ]
+        if kept != lines:
+            write_atomic(self._path, "".join(f"{line}\n" for line in kept))
+
+
+def kind_of(values: Mapping[str, object]) -> str:
+    """Return whether values are those of a step or of an evaluation."""
+    return "evaluation" if any(name.startswith("eval/") for name in values) else "step"
+
+
+def entry_of(line: str) -> Entry | None:
+    """Parse a line; None: it was not written completely."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    fits = isinstance(entry, dict) and ("from_step" in entry or {"step", "values"} <= entry.keys())
+    return entry if fits else None

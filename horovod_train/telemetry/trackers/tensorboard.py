@@ -1,0 +1,117 @@
+"""Tracker that writes event files for TensorBoard, without importing TensorFlow."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from time import time
+from types import ModuleType
+
+from horovod_train.system.optional import import_optional
+from horovod_train.telemetry.trackers.base import TrackedRun
+from horovod_train.telemetry.trackers.json_lines import kind_of
+
+VERSION = "brain.Event:2"
+EXTRA = "pip install 'horovod_train[tensorboard]'"
+
+
+class TensorBoard:
+    """Tracker for TensorBoard: scalars, and the job's fields as hyperparameters.
+
+    Each training is one run of TensorBoard, named after the run that began it. A resume adds a file to the
+    same folder; TensorBoard then discards values of later steps, as after a return to a checkpoint.
+
+    Args:
+        path: Folder, relative to the folder of the job's runs; None: ``tensorboard``.
+
+    Raises:
+        UserError: TensorBoard is not installed.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self._folder = Path(path or "tensorboard")
+        self._events = _module("compat.proto.event_pb2")
+        self._summaries = _module("compat.proto.summary_pb2")
+        self._records = _module("summary.writer.record_writer")
+
+    def start(self, run: TrackedRun) -> None:
+        """Create an event file.
+
+        Raises:
+            OSError: The file cannot be created.
+        """
+        folder = run.folder / self._folder.expanduser()
+        earlier = [each for each in folder.glob("*/") if each.is_dir()] if run.step else []
+        folder = max(earlier, key=lambda each: each.stat().st_mtime, default=folder / run.run_id)
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a run in the order of their names.
+        number = len(list(folder.glob("events.out.tfevents.*")))
+        name = f"events.out.tfevents.{int(time()):010d}.{number:06d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("xb")
+        self._writer = self._records.RecordWriter(self._file)
+        self._last_step = run.step
+        self._write(file_version=VERSION)
+        if run.step:
+            self._discard_from(run.step + 1)
+        self._write(summary=_hyperparameters(self._summaries, {**dict(flat(run.job)), **run.versions}))
+
+    def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
+        """Write values; discard those of later steps after a return to a checkpoint."""
+        if kind_of(values) == "step":
+            if step <= self._last_step:
+                self._discard_from(step)
+            self._last_step = step
+        value = self._summaries.Summary.Value
+        scalars = [
+            value(tag=name, simple_value=number) for name, number in {**values, "epochs": epochs}.items()
+        ]
+        self._write(step=step, summary=self._summaries.Summary(value=scalars))
+
+    def end(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _discard_from(self, step: int) -> None:
+        log = self._events.SessionLog
+        self._write(step=step, session_log=log(status=log.START))
+
+    def _write(self, **fields: object) -> None:
+        self._writer.write(self._events.Event(wall_time=time(), **fields).SerializeToString())
+        self._file.flush()
+
+
+def _module(name: str) -> ModuleType:
+    found: ModuleType = import_optional(
+        f"tensorboard.{name}", needed_by="the tracker tensorboard", hint=EXTRA
+    )
+    return found
+
+
+def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str | float | bool]]:
+    """Yield the values of nested mappings by dotted path; null, and values of other types, as text."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str | bool | int | float) else str(value)
+
+
+def _hyperparameters(summaries: ModuleType, values: Mapping[str, str | float | bool]) -> object:
+    """Return the summary that TensorBoard's plugin hparams reads."""
+    plugin = _module("plugins.hparams.plugin_data_pb2")
+    metadata = _module("plugins.hparams.metadata")
+    started = plugin.SessionStartInfo(start_time_secs=time())
+    for name, value in values.items():
+        match value:
+            case bool():
+                started.hparams[name].bool_value = value
+            case str():
+                started.hparams[name].string_value = value
+            case _:
+                started.hparams[name].number_value = value
+    content = metadata.create_summary_metadata(plugin.HParamsPluginData(session_start_info=started))
+    named = summaries.Summary.Value(tag=metadata.SESSION_START_INFO_TAG, metadata=content)
+    named.tensor.CopyFrom(metadata.NULL_TENSOR)
+    return summaries.Summary(value=[named])
