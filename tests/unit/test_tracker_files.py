@@ -99,3 +99,16 @@ def test_a_folder_that_cannot_be_written_is_an_error(make, tmp_path):
 
     with pytest.raises(OSError, match="file"):
         make("file/below").start(run_of(tmp_path, "a", 0))
+
+
+@pytest.mark.parametrize("make", [JsonLines, TensorBoard])
+def test_an_evaluation_that_a_resume_repeats_is_there_once(make, tmp_path):
+    trained(make, tmp_path, "a", 0, (1, {"loss": 1.0}), (1, {"eval/acc": 0.5})).end()
+    trained(make, tmp_path, "b", 1, (1, {"eval/acc": 0.5}), (2, {"loss": 0.5}), (2, {"eval/acc": 0.75})).end()
+    found = (
+        read_json_lines(tmp_path / "metrics.jsonl")
+        if make is JsonLines
+        else read_tensorboard(tmp_path / "tensorboard")
+    )
+
+    assert found == {"loss": [(1, 1.0), (2, 0.5)], "eval/acc": [(1, 0.5), (2, 0.75)]}

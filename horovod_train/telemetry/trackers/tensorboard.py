@@ -14,6 +14,7 @@ from horovod_train.telemetry.trackers.base import TrackedRun
 from horovod_train.telemetry.trackers.json_lines import kind_of
 
 VERSION = "brain.Event:2"
+HEAD_BYTES, CHECKSUM_BYTES = 12, 4  # of a TFRecord: length (8) and its checksum; checksum of the data
 EXTRA = "pip install 'horovod_train[tensorboard]'"
 
 
@@ -47,11 +48,16 @@ class TensorBoard:
         folder = max(earlier, key=lambda each: each.stat().st_mtime, default=folder / run.run_id)
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a run in the order of their names.
-        number = len(list(folder.glob("events.out.tfevents.*")))
-        name = f"events.out.tfevents.{int(time()):010d}.{number:06d}.{socket.gethostname()}.{os.getpid()}"
+        before = sorted(folder.glob("events.out.tfevents.*"))
+        name = (
+            f"events.out.tfevents.{int(time()):010d}.{len(before):06d}.{socket.gethostname()}.{os.getpid()}"
+        )
         self._file = (folder / name).open("xb")
         self._writer = self._records.RecordWriter(self._file)
         self._last_step = run.step
+        # A resume may repeat the evaluation of the step at which it begins.
+        is_evaluated = any(self._has_evaluation(path, run.step) for path in before)
+        self._last_evaluation = run.step if is_evaluated else run.step - 1
         self._write(file_version=VERSION)
         if run.step:
             self._discard_from(run.step + 1)
@@ -63,6 +69,10 @@ class TensorBoard:
             if step <= self._last_step:
                 self._discard_from(step)
             self._last_step = step
+        elif step <= self._last_evaluation:
+            return
+        else:
+            self._last_evaluation = step
         value = self._summaries.Summary.Value
         scalars = [
             value(tag=name, simple_value=number) for name, number in {**values, "epochs": epochs}.items()
@@ -73,7 +83,20 @@ class TensorBoard:
         """Close the file."""
         self._file.close()
 
+    def _has_evaluation(self, path: Path, step: int) -> bool:
+        """Return whether an event file contains an evaluation of a step."""
+        with path.open("rb") as file:
+            while len(head := file.read(HEAD_BYTES)) == HEAD_BYTES:
+                data = file.read(int.from_bytes(head[:8], "little"))
+                if len(file.read(CHECKSUM_BYTES)) < CHECKSUM_BYTES:
+                    return False  # cut by a kill
+                event = self._events.Event.FromString(data)
+                if event.step == step and any(each.tag.startswith("eval/") for each in event.summary.value):
+                    return True
+        return False
+
     def _discard_from(self, step: int) -> None:
+        self._last_evaluation = min(self._last_evaluation, step - 1)
         log = self._events.SessionLog
         self._write(step=step, session_log=log(status=log.START))
 
