@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -128,7 +129,12 @@ class ThreadCommunicator:
 def on_ranks(
     size: int, function: Callable[[Any], Any], kind: Callable[[int, Board], Any] = ThreadCommunicator
 ) -> list[Any]:
-    """Call a function once per rank, in threads; return results by rank, errors as values."""
+    """Call a function once per rank, in threads; return results by rank, errors as values.
+
+    Without collections of garbage meanwhile: PyTorch holds the lock of its random generator while it makes the
+    tensor of a state; a collection then waits for the interpreter, which may be with a thread that waits for
+    the generator. A real rank uses the generator in one thread.
+    """
     board = Board(size)
     results: list[Any] = [None] * size
 
@@ -139,8 +145,12 @@ def on_ranks(
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * TIMEOUT_S)
+    gc.disable()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * TIMEOUT_S)
+    finally:
+        gc.enable()
     return results
