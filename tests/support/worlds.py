@@ -131,9 +131,9 @@ def on_ranks(
 ) -> list[Any]:
     """Call a function once per rank, in threads; return results by rank, errors as values.
 
-    Without collections of garbage meanwhile: PyTorch holds the lock of its random generator while it makes the
-    tensor of a state; a collection then waits for the interpreter, which may be with a thread that waits for
-    the generator. A real rank uses the generator in one thread.
+    Garbage is not collected meanwhile: PyTorch holds the lock of its random generator while it creates the
+    tensor of a state. A collection in this call waits for the GIL, which a thread may hold that waits for the
+    generator. A real rank uses the generator in one thread.
     """
     board = Board(size)
     results: list[Any] = [None] * size
