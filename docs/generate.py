@@ -69,40 +69,54 @@ def job_reference() -> str:
         "--set train.epochs=3                    on the command line",
         "```",
         "",
+        "In the tables, `best.metric` is the field `metric` of the section `best`, `volumes[].claim` the",
+        "field `claim` of each element of the list `volumes`, and HOST the name of a host.",
+        "",
         "<!-- The rest is written by docs/generate.py from horovod_train/config/schema.py. -->",
     ]
-    sections = {"": schema} | {
-        name: schema["$defs"][field["$ref"].rpartition("/")[2]]
-        for name, field in schema["properties"].items()
-        if "$ref" in field
+    fields = schema["properties"]
+    top_level = {name: field for name, field in fields.items() if not _section(field)}
+    sections = {"Top level": {**schema, "properties": top_level}} | {
+        name: schema["$defs"][_section(field)] for name, field in fields.items() if name not in top_level
     }
-    nested = {
-        "evaluation.early_stopping": "EarlyStopping",
-        "checkpoint.best": "Best",
-        "metrics.tls": "MetricsTls",
-        "metrics.basic_auth": "MetricsAuth",
-        "launch.elastic": "Elastic",
-        "launch.ssh": "Ssh",
-        "launch.host_settings.HOST": "HostSettings",
-        "launch.slurm": "Slurm",
-        "launch.kubernetes": "Kubernetes",
-        "launch.kubernetes.volumes": "Volume",
-        "launch.kubernetes.tolerations": "Toleration",
-    }
-    sections |= {name: schema["$defs"][definition] for name, definition in nested.items()}
-    for name, section in sections.items():
-        lines += [
-            "",
-            f"## {name or 'Top level'}",
-            "",
-            section["description"].partition("\n")[0].replace("``", "`"),
-            "",
-        ]
+    for title, section in sections.items():
+        lines += ["", f"## {title}", "", _first_line(section), ""]
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-        for field_name, field in section["properties"].items():
-            if "$ref" not in field:
-                lines.append(_row(field_name, field, section.get("required", [])))
+        lines += _rows(section, schema["$defs"])
     return "\n".join(lines) + "\n"
+
+
+def _rows(section: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return a row for each field of a section, followed by rows for the fields of its sections."""
+    lines = []
+    for name, field in section["properties"].items():
+        inner = _section(field)
+        if inner and "$ref" in field:
+            description = _first_line(definitions[inner])
+            row = f"| `{prefix}{name}` | section | | {description} |"
+        else:
+            row = _row(prefix + name, field, section.get("required", []))
+        lines.append(row)
+        if inner:
+            element = {"array": "[]", "object": ".HOST"}.get(field.get("type", ""), "")
+            lines += _rows(definitions[inner], definitions, f"{prefix}{name}{element}.")
+    return lines
+
+
+def _section(field: dict[str, Any]) -> str | None:
+    """Return the name of the section that a field contains, alone, in a list or in a mapping."""
+    options = [
+        field,
+        *field.get("anyOf", []),
+        field.get("items", {}),
+        *field.get("patternProperties", {}).values(),
+    ]
+    names = (option["$ref"].rpartition("/")[2] for option in options if "$ref" in option)
+    return next(names, None)
+
+
+def _first_line(section: dict[str, Any]) -> str:
+    return str(section["description"]).partition("\n")[0].replace("``", "`")
 
 
 EVENTS = """# Events of a run
@@ -134,7 +148,7 @@ def events_reference() -> str:
     lines = [EVENTS, "| kind | meaning | fields |", "|---|---|---|"]
     for name, kind in KINDS.items():
         schema = kind.model_json_schema()
-        sentence = schema["description"].partition("\n")[0].replace("``", "`")
+        sentence = _first_line(schema)
         fields = [f"`{field}` {_type_of_event(found)}" for field, found in schema["properties"].items()]
         lines.append(f"| `{name}` | {sentence} | {'; '.join(fields)} |")
     return "\n".join(lines) + "\n"
@@ -147,7 +161,7 @@ def _type_of_event(field: dict[str, Any]) -> str:
 
 
 def _row(name: str, field: dict[str, Any], required: list[str]) -> str:
-    default = "required" if name in required else f"`{_text(field.get('default'))}`"
+    default = "required" if name.rpartition(".")[2] in required else f"`{_text(field.get('default'))}`"
     meaning = field.get("description", "").replace("``", "`").replace("\n", " ").replace("|", "\\|")
     return f"| `{name}` | {_type(field)} | {default} | {meaning} |"
 
@@ -167,7 +181,7 @@ def _type(field: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in field["enum"])
     kind = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false",
             "null": "null", "array": "list", "object": "mapping"}[field["type"]]  # fmt: skip
-    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     limits = [f"{sign} {field[name]:.16g}" for name, sign in signs.items() if name in field]
     return f"{kind} {', '.join(limits)}".strip()
 

@@ -16,6 +16,12 @@ from horovod_train.errors import ConfigError
 PAGE = Path(__file__).parents[2] / "docs" / "job.md"
 # A section that may be left out, with what it cannot do without.
 SECTIONS = {
+    "ema": {},
+    "train.compile": {},
+    "allreduce.codec": {"name": "fp16"},
+    "metrics.tls": {"certificate": "/c", "key": "/k"},
+    "metrics.basic_auth": {"username": "u", "password_file": "/p"},
+    "metrics.trackers.0": {"name": "csv"},
     "evaluation.early_stopping": {"metric": "loss", "mode": "min"},
     "checkpoint.best": {"metric": "loss", "mode": "min"},
     "launch.elastic": {"min_ranks": 2},
@@ -31,17 +37,17 @@ def rows():
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             title = line.removeprefix("## ")
-            section = "" if title == "Top level" else title
-        elif row := re.match(r"\| `(\w+)` \| (.*?) \| (.*?) \| ", line):
-            at = next((name for name in SECTIONS if name.removesuffix(".0") == section), section)
-            found.append((f"{at}.{row[1]}".lstrip("."), row[2], row[3].strip("`")))
+            section = "" if title == "Top level" else f"{title}."
+        elif row := re.match(r"\| `([\w.\[\]]+)` \| (.*?) \| (.*?) ?\| ", line):
+            path = (section + row[1]).replace("[]", ".0")
+            found.append((path, row[2], row[3].strip("`")))
     return found
 
 
 ROWS = rows()
-NUMBER = re.compile(r"(integer|number) (≥|>) (\S+?)(?:, ≤ (\S+))?(?: or null)?$")
+NUMBER = re.compile(r"(integer|number) (≥|>) (\S+?)(?:, (≤|<) (\S+))?(?: or null)?$")
 
-BEYOND = re.compile(r"must be (at least|at most|greater than) [0-9.e+-]+\b.*")
+BEYOND = re.compile(r"must be (at least|at most|greater than|less than) [0-9.e+-]+\b.*")
 
 
 def job_with(section, **fields):
@@ -86,7 +92,10 @@ def test_every_section_is_on_the_page():
     assert SECTIONS.keys() <= {path.rpartition(".")[0] for path, *_ in ROWS}
 
 
-@pytest.mark.parametrize(("path", "default"), [(p, d) for p, _, d in ROWS if d not in ("required", "null")])
+@pytest.mark.parametrize(
+    ("path", "default"),
+    [(p, d) for p, kind, d in ROWS if d not in ("required", "null") and kind != "section"],
+)
 def test_a_field_that_is_left_out_has_the_default_of_the_page(tmp_path, path, default):
     value = value_at(read(tmp_path, job_with(path.rpartition(".")[0])), path)
 
@@ -97,13 +106,16 @@ def limits():
     """Yield each number on the page with values at its limits, and with those just beyond."""
     for path, kind, _ in ROWS:
         if found := NUMBER.match(kind):
-            what, sign, *bounds = found.groups()
+            what, sign, lowest, upper_sign, highest = found.groups()
             as_written = int if what == "integer" else float
-            low, high = (None if bound is None else as_written(bound) for bound in bounds)
+            low, high = (None if bound is None else as_written(bound) for bound in (lowest, highest))
             inside, outside = ([low], [low - 1]) if sign == "≥" else ([math.ulp(0.0)], [low])
-            if high is not None:
+            if upper_sign == "≤":
                 inside.append(high)
                 outside.append(high + 1)
+            elif upper_sign == "<":
+                inside.append(math.nextafter(high, low))
+                outside.append(high)
             yield path, inside, outside
 
 
