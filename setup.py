@@ -21,6 +21,7 @@ setup(
         "horovod_train": ["py.typed"],
         "horovod_train.horovod": ["patches/*.patch", "*.cc"],
         "horovod_train.launch.launchers.mpijob": ["*.json"],
+        "horovod_train.report": ["*.js", "*.css"],
         "horovod_train.serve": ["page_files/*"],
         "horovod_train.monitor.grafana": ["shipped/*"],
         "horovod_train.tasks": ["*.yaml"],

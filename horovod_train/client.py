@@ -26,7 +26,8 @@ from horovod_train.config.schema import Job
 from horovod_train.config.shipped import job_file
 from horovod_train.errors import HorovodTrainError, JobFailedError
 from horovod_train.events.file import EVENTS_FILE, Record, read_events
-from horovod_train.events.types import Evaluation, Progress, Summary
+from horovod_train.events.series import Series, series_of
+from horovod_train.events.types import Summary
 from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import JobStatus, State, Submitted
 from horovod_train.launch.jobs import find_job, known_jobs
@@ -34,9 +35,6 @@ from horovod_train.launch.submit import launcher_named, make_plan, resolve, subm
 
 ORIGIN = "the overrides"
 SPARK_WIDTH, SPARK_HEIGHT = 240, 48
-
-Series = dict[str, list[tuple[int, float]]]
-"""Values of each metric as (completed steps, value), in ascending order of steps."""
 
 
 @dataclass(frozen=True)
@@ -144,17 +142,7 @@ class JobHandle:
         Values are those of the reported steps (a few per second). After a return to a checkpoint, values of
         steps that were repeated are the new ones.
         """
-        series: Series = {}
-        step = 0
-        for record in self.events():
-            event = record.event
-            if isinstance(event, Progress):
-                step = event.step
-                known = {"loss": event.loss, "lr": event.lr, "samples_per_s": event.samples_per_s}
-                _add(series, step, {**known, **event.numbers})
-            elif isinstance(event, Evaluation):
-                _add(series, step, {f"eval/{name}": value for name, value in event.metrics.items()})
-        return series
+        return series_of(record.event for record in self.events())
 
     def drain(self) -> None:
         """Request the ranks to save a checkpoint and exit, without a time limit; does not wait for it.
@@ -225,17 +213,6 @@ def job(job_id: str) -> JobHandle:
         UserError: No job, or more than one, matches.
     """
     return JobHandle(find_job(job_id))
-
-
-def _add(series: Series, step: int, values: Mapping[str, float | None]) -> None:
-    """Add values of a step; earlier values of the same or of later steps are replaced."""
-    for name, value in values.items():
-        if value is None:
-            continue
-        points = series.setdefault(name, [])
-        while points and points[-1][0] >= step:
-            points.pop()
-        points.append((step, value))
 
 
 def _sparkline(points: list[tuple[int, float]]) -> str:

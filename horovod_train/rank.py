@@ -22,6 +22,7 @@ from horovod_train.health.finite import FiniteGuard
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import HOOKS
 from horovod_train.system.files import make_folder
+from horovod_train.system.versions import versions_with
 from horovod_train.telemetry.rank_metrics import open_recorder, serve, watch_exchanges, watch_waiting
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.exchange import PeriodicExchange
@@ -148,6 +149,7 @@ class RankServices:
                 global_batch_size=run.global_batch_size,
                 precision=run.job.train.precision,
                 device=run.replica.device_name(),
+                versions=versions_with(run.job.framework),
             )
         )
 

@@ -76,7 +76,7 @@ class HostsLost(Event):
 
 
 class Started(Event):
-    """Start of training."""
+    """Start of training; ``versions`` are those of the packages of rank 0, by name."""
 
     kind = "started"
 
@@ -86,6 +86,7 @@ class Started(Event):
     global_batch_size: int
     precision: str
     device: str
+    versions: Mapping[str, str] = {}
 
 
 class Target(BaseModel):
@@ -178,12 +179,13 @@ class RankTimes(Event):
 
 
 class Evaluation(Event):
-    """Results of an evaluation."""
+    """Results of an evaluation after ``step`` completed steps; None: written by an older version."""
 
     kind = "evaluation"
 
     epoch: int
     metrics: Mapping[str, float]
+    step: int | None = None
 
 
 class CheckpointWritten(Event):

@@ -12,8 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.browser import browser, needs_browser, tab
 from support.exporters import ServedRanks
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, free_port, write_job
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, free_port, write_job
 
+from horovod_train.events.file import read_events
+from horovod_train.events.types import Progress
 from horovod_train.monitor import board as board_module
 from horovod_train.monitor import view as view_module
 from horovod_train.serve.page import serve_page
@@ -162,6 +164,29 @@ def test_it_fits_a_phone_and_the_dark(page_of_ended, chromium, width, scheme):
         assert shown.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         background = shown.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 28)")
+
+
+def test_a_report_is_drawn_without_network(ended, chromium, tmp_path):
+    (run,) = {path.parent for path in ended.glob("*/*/events.jsonl")}
+    file = tmp_path / "report.html"
+    cli("report", str(run), str(run.parent), "-o", str(file), cwd=tmp_path)
+
+    with tab(chromium, width=390, height=844) as shown:
+        shown.page.context.set_offline(True)
+        shown.page.goto(file.as_uri())
+        shown.page.wait_for_selector("html[data-drawn]", timeout=SHOWN_MS)
+
+        drawn = shown.page.evaluate("document.getElementById('chart-0').data")
+        losses = [
+            (record.event.step, record.event.loss)
+            for record in read_events(run / "events.jsonl")
+            if isinstance(record.event, Progress)
+        ]
+        assert list(zip(drawn[0]["x"], drawn[0]["y"], strict=True)) == losses
+        assert "succeeded" in shown.text("main")
+        assert shown.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert [each for each in shown.asked if not each.startswith(("data:", "blob:"))] == [file.as_uri()]
+        assert not shown.complaints
 
 
 def test_it_can_be_used_without_a_mouse(page_of_ended, chromium):

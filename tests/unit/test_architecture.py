@@ -92,6 +92,7 @@ ROOMS = {
     | {"config", "events", "launch.base", "launch.jobs"}
     | {"telemetry.metric", "telemetry.catalog", "telemetry.waiting"},
     "serve": BASICS | {"events", "launch.submit", "monitor"},
+    "report": BASICS | {"config", "events", "launch.base", "monitor"},
     "doctor": BASICS | {"config", "events", "checks", "launch"},
     "tasks": set(),
     # Composition roots: the services of a rank, the trainer, and the library.

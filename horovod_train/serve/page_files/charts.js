@@ -1,7 +1,7 @@
-// Draws what the server says. Plotly comes from its own package; it is loaded beside everything else.
+// Charts of the page and of reports. On the page, Plotly is loaded in parallel; a report contains it.
 
 const QUIET = { displayModeBar: false, responsive: true };
-const loaded = new Promise((resolve, reject) => {
+const loaded = window.Plotly ? Promise.resolve(window.Plotly) : new Promise((resolve, reject) => {
   const script = document.createElement("script");
   script.src = "/plotly.js";
   script.onload = () => resolve(window.Plotly);
@@ -50,7 +50,7 @@ function line(id, points, values, name, description) {
   return draw(id, [trace], { yaxis: { rangemode: name === "loss" ? "normal" : "tozero" } }, description);
 }
 
-// The chart of a further number of each step; the server says which there are.
+// Returns the chart of a further number of each step, by its title.
 function numberChart(title, place) {
   const id = `chart-number-${place}`;
   if (!document.getElementById(id)) {
@@ -78,14 +78,14 @@ export function drawProgress(points) {
 
 export async function drawHeat(heat) {
   const milliseconds = heat.rows.map((row) => row.map((value) => (value === null ? null : value * 1000)));
-  // From nothing to twice the middle: ranks that are alike look alike, and a fifth more is seen. The first
-  // steps, in which all gets warm, have no say in it.
+  // The scale ends at twice the median, so that equal ranks have equal colors, and 20 % more is visible. The
+  // first window is ignored, because it contains warm-up steps.
   const warm = heat.time_unix_s.length > 1 ? 1 : 0;
   const all = milliseconds.flatMap((row) => row.slice(warm)).filter((value) => value !== null).sort((a, b) => a - b);
   const middle = all[all.length >> 1] ?? 1;
   const trace = {
     type: "heatmap",
-    x: [heat.begun_unix_s, ...heat.time_unix_s].map(time), // edges: one more than there are columns
+    x: [heat.begun_unix_s, ...heat.time_unix_s].map(time), // edges of the columns
     y: heat.rows.map((_, rank) => rank),
     z: milliseconds,
     zmin: 0,
@@ -106,7 +106,7 @@ const PHASE_COLOURS = {
   data: "#e69f00", forward: "#56b4e9", backward: "#0072b2", compute: "#009e73", allreduce_wait: "#999999", optimizer: "#cc79a7",
 };
 
-// The ranks that are worth a bar: all of them where they fit, else those with most of it.
+// Returns the ranks to draw: all, or the `most` ranks with the largest values.
 function chosen(values, most) {
   const ranks = values.map((_, rank) => rank);
   if (ranks.length <= most) return ranks;

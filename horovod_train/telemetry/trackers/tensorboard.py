@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from time import time
 from types import ModuleType
 
+from horovod_train.config.flatten import flat
 from horovod_train.system.optional import import_optional
 from horovod_train.telemetry.trackers.base import TrackedRun
 from horovod_train.telemetry.trackers.json_lines import kind_of
@@ -110,15 +111,6 @@ def _module(name: str) -> ModuleType:
         f"tensorboard.{name}", needed_by="the tracker tensorboard", hint=EXTRA
     )
     return found
-
-
-def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str | float | bool]]:
-    """Yield the values of nested mappings by dotted path; null, and values of other types, as text."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str | bool | int | float) else str(value)
 
 
 def _hyperparameters(summaries: ModuleType, values: Mapping[str, str | float | bool]) -> object:

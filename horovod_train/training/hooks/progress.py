@@ -98,8 +98,10 @@ class ReportProgress(Hook):
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
         """Report the evaluation."""
         if evaluated and run.world.rank == 0:
-            metrics = run.progress.metrics
-            self._reporter.report(Evaluation(epoch=run.progress.epoch, metrics=metrics))
+            progress = run.progress
+            self._reporter.report(
+                Evaluation(epoch=progress.epoch, metrics=progress.metrics, step=progress.step)
+            )
             if run.progress.stopped_early:
                 rule = run.job.evaluation.early_stopping
                 assert rule is not None

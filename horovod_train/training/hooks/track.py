@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -15,6 +13,7 @@ from horovod_train.errors import result_of
 from horovod_train.events.types import Notice
 from horovod_train.events.wire import Reporter
 from horovod_train.registry import TRACKERS
+from horovod_train.system.versions import versions_with
 from horovod_train.telemetry.catalog import shown_numbers
 from horovod_train.telemetry.trackers.base import TrackedRun, Tracker
 from horovod_train.training.hooks.base import Hook, HookParts
@@ -113,7 +112,7 @@ class Track(Hook):
             parts.run_id,
             Path(job.run_dir).expanduser().absolute() / job.name,
             parts.world.size,
-            versions=_versions(job.framework),
+            versions=versions_with(job.framework),
         )
         return cls(threads, tracked)
 
@@ -141,15 +140,6 @@ class Track(Hook):
         values = {f"eval/{name}": value for name, value in progress.metrics.items()}
         for _, thread in self._trackers:
             thread.enqueue(partial(thread.tracker.log, progress.step, progress.epochs_passed, values))
-
-
-def _versions(framework: str) -> dict[str, str]:
-    """Return the versions of this package, of Horovod and of the framework, as far as they are installed."""
-    found = {}
-    for name in ("horovod_train", "horovod", framework):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def make_tracker(section: Tracking) -> Tracker:

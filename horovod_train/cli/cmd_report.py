@@ -1,0 +1,41 @@
+"""``horovod-train report``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+
+@click.command(name="report")
+@click.argument("what", metavar="RUN...", nargs=-1, required=True)
+@click.option(
+    "-o", "--output", metavar="FILE", help="File to write; -: standard output (default of markdown)."
+)
+@click.option("--format", "form", type=click.Choice(["html", "markdown"]), default="html", show_default=True)
+@click.option("--loss", type=float, metavar="LOSS", help="Report the time until the loss is at most LOSS.")
+def command(what: tuple[str, ...], output: str | None, form: str, loss: float | None) -> None:
+    """Write a report of RUN: curves, ranks, events, configuration, checkpoints; of several, a comparison.
+
+    RUN is a run folder (runs/JOB/RUN), a folder that contains runs, or the ID of a job. HTML is one file
+    that can be opened without network.
+    """
+    from horovod_train.errors import UserError
+    from horovod_train.report.document import report_of
+    from horovod_train.report.markdown import as_markdown
+    from horovod_train.report.page import as_html
+    from horovod_train.report.record import records_of
+    from horovod_train.system.files import write_atomic
+
+    if output is None and form == "html":
+        raise UserError("no output file for HTML", hint="add -o report.html, or --format markdown")
+    report = report_of(records_of(what), loss)
+    text = as_html(report) if form == "html" else as_markdown(report)
+    if output is None or output == "-":
+        click.echo(text, nl=False)
+        return
+    umask = os.umask(0)
+    os.umask(umask)
+    write_atomic(Path(output), text, 0o666 & ~umask)
+    click.echo(f"written: {output}")

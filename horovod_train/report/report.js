@@ -1,0 +1,25 @@
+
+document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+
+const COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#8a5a00"];
+
+function trace(chart, curve, place) {
+  const color = PHASE_COLOURS[curve.name] ?? COLORS[place % COLORS.length];
+  if (chart.kind === "bars") return { type: "bar", name: curve.name, x: curve.x, y: curve.y, marker: { color } };
+  const mode = curve.x.length < 3 ? "lines+markers" : "lines";
+  return { name: curve.name, x: curve.x, y: curve.y, mode, line: { color, width: 1.5 } };
+}
+
+const charts = JSON.parse(document.getElementById("charts").textContent);
+await Promise.all(charts.map((chart, place) => {
+  const traces = chart.curves.map((curve, number) => trace(chart, curve, number));
+  const isLong = chart.curves.length > 1;
+  return draw(`chart-${place}`, traces, {
+    barmode: "stack",
+    showlegend: isLong,
+    legend: { orientation: "h", y: -0.25 },
+    xaxis: { title: { text: chart.x_title }, ...(chart.kind === "bars" ? { type: "category" } : {}) },
+    yaxis: { title: { text: isLong ? "" : chart.y_title } },
+  }, `${chart.title}; the tables have the numbers`);
+}));
+document.documentElement.dataset.drawn = String(charts.length);
