@@ -17,7 +17,7 @@ await Promise.all(charts.map((chart, place) => {
   return draw(`chart-${place}`, traces, {
     barmode: "stack",
     showlegend: isLong,
-    legend: { orientation: "h", y: -0.25 },
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
     xaxis: { title: { text: chart.x_title }, ...(chart.kind === "bars" ? { type: "category" } : {}) },
     yaxis: { title: { text: isLong ? "" : chart.y_title } },
   }, `${chart.title}; the tables have the numbers`);
