@@ -39,10 +39,10 @@ MAX_POINTS = 2000
 MAX_READ_BYTES = 32 * 2**20
 MAX_EVENTS = 500
 # Events that are marked on a time axis.
-MARKED = (
+MARKED = frozenset({
     Attempt, CheckpointWritten, Evaluation, Failure, HostsLost, Notice, Opened, Preempted, Resumed,
     ScriptDone, Stalled, Started, StateChanged, Summary,
-)  # fmt: skip
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class History:
         self.counts[event.kind] += 1
         if self.begun_unix_s is None:
             self.begun_unix_s = record.time_unix_s
-        if isinstance(event, MARKED) and not (isinstance(event, ScriptDone) and record.rank):
+        if type(event) in MARKED and not (isinstance(event, ScriptDone) and record.rank):
             self.events.append(record)
         self._measure(record.time_unix_s, event)
         self._begin(event)
