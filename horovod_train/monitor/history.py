@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 from horovod_train.events.file import EVENTS_FILE, Record, as_record
 from horovod_train.events.types import (
@@ -34,6 +35,8 @@ from horovod_train.events.types import (
 from horovod_train.monitor.live import by_rank
 from horovod_train.monitor.rank_series import RankSeries
 from horovod_train.system.files import open_regular
+
+Kind = TypeVar("Kind")
 
 MAX_POINTS = 2000
 MAX_READ_BYTES = 32 * 2**20
@@ -77,6 +80,7 @@ class History:
         num_steps: Last reported total number of steps; 0: unknown.
         num_epochs: Last reported total number of epochs; 0: unknown.
         loss_is_local: Whether the loss is that of rank 0's samples only, as in scripts.
+        evaluations: Time and metrics of each evaluation, oldest first, thinned out like ``points``.
         metrics: Last evaluation.
         checkpoint_unix_s: Time at which the last checkpoint was written; None: there is none.
         checkpoint_error: Error of the last checkpoint; empty: it was written.
@@ -100,6 +104,7 @@ class History:
     num_epochs: int = 0
     loss_is_local: bool = False
     ranks: RankSeries = field(default_factory=RankSeries)
+    evaluations: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint_unix_s: float | None = None
     checkpoint_error: str = ""
@@ -132,6 +137,8 @@ class History:
                 self.ranks.add_event(time_unix_s, event)
             case Evaluation():
                 self.metrics = dict(event.metrics)
+                self.evaluations.append((time_unix_s, event.metrics))
+                self.evaluations = thinned(self.evaluations)
             case CheckpointWritten():
                 self.checkpoint_error = event.error
                 if not event.error:
@@ -187,11 +194,10 @@ class History:
         self.add_point(Point(time_unix_s, event.step, epochs_begun, event.loss, event.lr, speed, numbers))
 
     def add_point(self, point: Point) -> None:
-        """Add the current progress; above ``MAX_POINTS``, drop every second point."""
+        """Add the current progress."""
         self.last = point
         self.points.append(point)
-        if len(self.points) > MAX_POINTS:
-            self.points = [*self.points[:-1:2], self.points[-1]]
+        self.points = thinned(self.points)
 
     @property
     def cause(self) -> str:
@@ -208,6 +214,11 @@ class History:
     def scripts_ended(self) -> bool:
         """Whether the script has exited with code 0 on every rank."""
         return bool(self.ended) and len(self.ended) >= (self.world_size_wanted or 1)
+
+
+def thinned(points: list[Kind]) -> list[Kind]:
+    """Return points without every second one if there are more than ``MAX_POINTS``; the last one is kept."""
+    return points if len(points) <= MAX_POINTS else [*points[:-1:2], points[-1]]
 
 
 class HistoryReader:

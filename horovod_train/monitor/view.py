@@ -88,6 +88,7 @@ def run_document(run: DisplayedRun, readings: Readings) -> Json:
         "metrics": {name: _number(value) for name, value in history.metrics.items()},
         "checkpoint_unix_s": history.checkpoint_unix_s,
         "points": _points(history),
+        "evaluations": _evaluations(history),
         "heat": _heat(history.ranks),
         "ranks": _rank_table(history, readings, status),
         "findings": _findings(history.ranks),
@@ -116,6 +117,17 @@ def _points(history: History) -> Json:
             SHOWN_NUMBERS[name].shown: [_number(point.numbers.get(name)) for point in points]
             for name in SHOWN_NUMBERS
             if any(name in point.numbers for point in points)
+        },
+    }
+
+
+def _evaluations(history: History) -> Json:
+    """Return the metrics of each evaluation by time, as one list per metric."""
+    names = sorted({name for _, metrics in history.evaluations for name in metrics})
+    return {
+        "time_unix_s": [time_unix_s for time_unix_s, _ in history.evaluations],
+        "metrics": {
+            name: [_number(metrics.get(name)) for _, metrics in history.evaluations] for name in names
         },
     }
 

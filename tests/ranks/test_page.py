@@ -15,7 +15,7 @@ from support.exporters import ServedRanks
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, free_port, write_job
 
 from horovod_train.events.file import read_events
-from horovod_train.events.types import Progress
+from horovod_train.events.types import Evaluation, Progress
 from horovod_train.monitor import board as board_module
 from horovod_train.monitor import view as view_module
 from horovod_train.serve.page import serve_page
@@ -127,7 +127,7 @@ def test_a_rank_that_dies_appears_as_dead(served, chromium):
         assert [row["State"] for row in shown.rows()] == ["trains", "dead", "trains", "trains"]
 
 
-def test_a_run_that_has_ended_is_shown_whole(page_of_ended, chromium):
+def test_a_run_that_has_ended_is_shown_whole(page_of_ended, ended, chromium):
     with tab(chromium) as shown:
         shown.page.goto(page_of_ended)
         shown.page.wait_for_selector("#chart-heat[data-drawn='3']", timeout=SHOWN_MS)
@@ -138,6 +138,12 @@ def test_a_run_that_has_ended_is_shown_whole(page_of_ended, chromium):
         assert "trained: 300 steps" in shown.text("#events")
         until(lambda: "trained ended: 60 epochs, 300 steps" in shown.text("#log"))
         assert {row["State"] for row in shown.rows()} == {"ended"}
+        (events,) = ended.glob("*/*/events.jsonl")
+        evaluated = [
+            each.event.metrics["loss"] for each in read_events(events) if isinstance(each.event, Evaluation)
+        ]
+        drawn = shown.page.evaluate("document.getElementById('chart-evaluation-0').data[0].y")
+        assert drawn == evaluated
         assert shown.page.locator("#jobs a[aria-current=page]").count() == 1
         assert not shown.complaints
 

@@ -38,6 +38,7 @@ async function draw(id, traces, extra, description) {
   const known = (values) => values?.some((value) => (Array.isArray(value) ? known(value) : value !== null && value !== undefined));
   if (!traces.some((trace) => known(trace.z ?? trace.y))) [traces, extra] = [[], EMPTY];
   const element = document.getElementById(id);
+  if (!element) return; // removed, because another run is shown
   element.setAttribute("aria-label", description);
   await plotly.react(element, traces, layout(extra), QUIET);
 }
@@ -47,32 +48,43 @@ function line(id, points, values, name, description) {
     x: points.time_unix_s.map(time), y: values, name, line: { color: colour("accent"), width: 1.5 },
     mode: points.time_unix_s.length < 3 ? "lines+markers" : "lines",
   };
-  return draw(id, [trace], { yaxis: { rangemode: name === "loss" ? "normal" : "tozero" } }, description);
+  const rangemode = name === "loss" || name.startsWith("Evaluation") ? "normal" : "tozero";
+  return draw(id, [trace], { yaxis: { rangemode } }, description);
 }
 
-// Returns the chart of a further number of each step, by its title.
-function numberChart(title, place) {
-  const id = `chart-number-${place}`;
+// Returns the chart with an id; creates it if it does not exist.
+function chartWith(id, title) {
   if (!document.getElementById(id)) {
     const figure = document.createElement("figure"), caption = document.createElement("figcaption"), chart = document.createElement("div");
-    caption.textContent = title;
     Object.assign(chart, { id, className: "chart", role: "img" });
     figure.append(caption, chart);
-    document.getElementById("chart-lr").closest("figure").after(figure);
+    document.getElementById("chart-lr").closest("figure").before(figure);
   }
   document.getElementById(id).previousSibling.textContent = title;
   return id;
 }
 
-export function drawProgress(points) {
-  const last = (values) => values.findLast((value) => value !== null) ?? "unknown";
+const last = (values) => values.findLast((value) => value !== null) ?? "unknown";
+
+// Draws a chart for each series, and removes the charts of the run that was shown before.
+function drawSeries(kind, points, series) {
+  const entries = Object.entries(series);
+  for (let place = entries.length, chart; (chart = document.getElementById(`chart-${kind}-${place}`)); place += 1) {
+    chart.closest("figure").remove();
+  }
+  return entries.map(([title, values], place) =>
+    line(chartWith(`chart-${kind}-${place}`, title), points, values, title, `${title} over time, now ${last(values)}`));
+}
+
+export function drawProgress(points, evaluations) {
+  const metrics = Object.entries(evaluations.metrics).map(([name, values]) => [`Evaluation: ${name}`, values]);
   return Promise.all([
     line("chart-loss", points, points.loss, "loss", `Loss over time, now ${last(points.loss)}`),
     line("chart-speed", points, points.samples_per_s, "samples/s",
       `Samples a second over time, now ${last(points.samples_per_s)}`),
     line("chart-lr", points, points.lr, "learning rate", `Learning rate over time, now ${last(points.lr)}`),
-    ...Object.entries(points.numbers).map(([title, values], place) =>
-      line(numberChart(title, place), points, values, title, `${title} over time, now ${last(values)}`)),
+    ...drawSeries("evaluation", evaluations, Object.fromEntries(metrics)),
+    ...drawSeries("number", points, points.numbers),
   ]);
 }
 

@@ -233,7 +233,7 @@ async function showRun(run) {
     ? "Own time per step, by rank: step time minus all-reduce wait"
     : "Time of a step, by rank: this framework does not separate all-reduce wait");
   await drawHeat(run.heat);
-  await Promise.all([drawProgress(run.points), drawRanks(run.ranks)]);
+  await Promise.all([drawProgress(run.points, run.evaluations), drawRanks(run.ranks)]);
 }
 
 async function showLog(key) {
