@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -73,3 +76,14 @@ def test_the_image_builds_the_engine_from_the_files_of_its_layer(tmp_path):
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tmp_path))
+
+
+def test_the_image_calls_the_build_with_its_parameters():
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    (code,) = re.findall(r"python -c '(from horovod_train\.horovod\.build .*?)'", dockerfile, re.DOTALL)
+
+    calls = [node for node in ast.walk(ast.parse(code.replace("\\\n", ""))) if isinstance(node, ast.Call)]
+    assert {call.func.id for call in calls} == {"build", "install", "make_plan"}
+    for call in calls:
+        signature = inspect.signature(getattr(build, call.func.id))
+        signature.bind(*call.args, **{keyword.arg: keyword.value for keyword in call.keywords})
