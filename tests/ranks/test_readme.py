@@ -33,6 +33,7 @@ NOT_RUN_HERE = {
     "make check": "runs this test",
     "horovod-train serve runs": "serves until it is stopped; started below, after the first training",
     "horovod-train ui runs": "the same under its former name; started below, too",
+    "horovod-train report runs -o report.html": "needs a run; run below, after the first training",
     "horovod-train run --script train.py -n 4 -- ARGS": "tests/ranks/test_scripts.py runs scripts",
     "horovod-train targets serve": "serves until it is stopped; tests/ranks/test_prometheus.py asks it",
 }
@@ -116,6 +117,13 @@ def test_after_it_the_page_shows_the_run_that_has_ended(trained, verb):
             page.send_signal(signal.SIGINT)
         assert (job["job"], job["state"], job["step"]) == ("digits", "succeeded", job["num_steps"])
         assert page.wait(TIMEOUT_S) == 0
+
+
+def test_after_it_a_report_of_the_run_can_be_written(trained):
+    (command,) = [command for command in INLINE if command.startswith("horovod-train report")]
+    run(command, trained)
+
+    assert "digits" in (trained / "report.html").read_text()
 
 
 @pytest.mark.parametrize("block", BLOCKS[1:], ids=lambda block: block.strip().splitlines()[0][:50])
