@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
@@ -26,16 +25,14 @@ def command(what: tuple[str, ...], output: str | None, form: str, loss: float | 
     from horovod_train.report.markdown import as_markdown
     from horovod_train.report.page import as_html
     from horovod_train.report.record import records_of
-    from horovod_train.system.files import write_atomic
 
     if output is None and form == "html":
         raise UserError("no output file for HTML", hint="add -o report.html, or --format markdown")
     report = report_of(records_of(what), loss)
     text = as_html(report) if form == "html" else as_markdown(report)
-    if output is None or output == "-":
-        click.echo(text, nl=False)
-        return
-    umask = os.umask(0)
-    os.umask(umask)
-    write_atomic(Path(output), text, 0o666 & ~umask)
-    click.echo(f"written: {output}")
+    target = output or "-"
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    with click.open_file(target, "w", encoding="utf-8", atomic=True) as file:
+        file.write(text)
+    if target != "-":
+        click.echo(f"written: {target}")

@@ -59,6 +59,12 @@ class Window:
         found: Floats = self["step_s"] - self[WAIT_PHASE]
         return found
 
+    def per_step(self, total_s: Floats) -> Floats:
+        """Return the mean per step of times that were summed over the window, shape [ranks]; NaN: unknown."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: Floats = total_s / self["steps"]
+        return found
+
 
 @dataclass
 class RankSeries:

@@ -37,9 +37,7 @@ class Straggler:
 
 def stragglers(window: Window) -> list[Straggler]:
     """Return the slow ranks in a window, the slowest first."""
-    steps = window["steps"]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        own = window.own_s / steps
+    own = window.per_step(window.own_s)
     known = np.isfinite(own)
     if known.sum() < 2:
         return []
@@ -56,13 +54,11 @@ def _explained(
     window: Window, rank: int, own_s: float, others_s: float, others: npt.NDArray[np.bool_]
 ) -> Straggler:
     """Compare each phase of a slow rank with the median of the ranks that are not slow."""
-    steps = window["steps"]
     excess: dict[str, float] = {}
     for phase in PHASES:
         if phase == WAIT_PHASE:
             continue
-        with np.errstate(divide="ignore", invalid="ignore"):
-            per_step = window[phase] / steps
+        per_step = window.per_step(window[phase])
         usual = per_step[others & np.isfinite(per_step)]
         if len(usual) and np.isfinite(per_step[rank]):
             excess[phase] = float(per_step[rank] - np.median(usual))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from time import time
 
 import numpy as np
@@ -143,8 +142,7 @@ def _heat(series: RankSeries) -> Json:
     matrix = np.full((num_ranks, len(windows)), np.nan, np.float32)
     for place, window in enumerate(windows):
         time_s = window.own_s if is_own else window["step_s"]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            matrix[: len(time_s), place] = time_s / window["steps"]
+        matrix[: len(time_s), place] = window.per_step(time_s)
     return {
         "begun_unix_s": round(windows[0].end_unix_s - windows[0].seconds, 1) if windows else None,
         "time_unix_s": [round(window.end_unix_s, 1) for window in windows],
@@ -182,13 +180,12 @@ def _times(window: Window, num_ranks: int) -> Json:
         return [*finite(numbers), *([None] * (num_ranks - len(numbers)))][:num_ranks]
 
     waiting, waited_for = window.wait_times
+    phases = {phase: window.per_step(window[phase]) for phase in PHASES}
     with np.errstate(divide="ignore", invalid="ignore"):
-        steps = window["steps"]
-        phases: Mapping[str, np.ndarray] = {phase: window[phase] / steps for phase in PHASES}
         return {
             "window_s": round(window.seconds, 1),
-            "own_s": padded(window.own_s / steps),
-            "step_s": padded(window["step_s"] / steps),
+            "own_s": padded(window.per_step(window.own_s)),
+            "step_s": padded(window.per_step(window["step_s"])),
             "waiting": padded(waiting / window.seconds),
             "waited_for": padded(waited_for / window.seconds),
             "samples_per_s": padded(window["samples"] / window.seconds),

@@ -25,7 +25,7 @@ from horovod_train.events.types import (
 )
 from horovod_train.monitor.rank_series import Window
 from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
-from horovod_train.report.record import RunRecord, mean_per_step
+from horovod_train.report.record import RunRecord
 
 MAX_POINTS = 1000
 """Maximum points of a curve; of longer series, every n-th value is drawn."""
@@ -130,12 +130,8 @@ def _run_table(
     runs: Sequence[RunRecord], target_loss: float | None
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """Return columns and rows of the comparison. Efficiency refers to the run with the fewest ranks."""
-    per_rank = {
-        run.name: (run.num_ranks, run.samples_per_s / run.num_ranks)
-        for run in runs
-        if run.samples_per_s and run.num_ranks
-    }
-    _, base = min(per_rank.values(), default=(1, math.nan))
+    known = [(run.num_ranks or 1, run.samples_per_s_per_rank) for run in runs if run.samples_per_s_per_rank]
+    _, base = min(known, default=(1, math.nan))
     columns: dict[str, Callable[[RunRecord], str]] = {
         "Run": lambda run: run.name,
         "State": lambda run: run.status.state,
@@ -145,7 +141,7 @@ def _run_table(
         "Duration": _duration_of,
         "Samples/s (median)": lambda run: number(run.samples_per_s),
         "Efficiency": lambda run: (
-            f"{100 * per_rank[run.name][1] / base:.0f} %" if run.name in per_rank else UNKNOWN
+            f"{100 * run.samples_per_s_per_rank / base:.0f} %" if run.samples_per_s_per_rank else UNKNOWN
         ),
     }
     if target_loss is not None:
@@ -231,7 +227,7 @@ def _rank_blocks(run: RunRecord) -> Iterator[Block]:
     window = run.rank_times
     if window is None:
         return
-    own = mean_per_step(window, "own")
+    own = window.per_step(window.own_s)
     ranks = list(range(window.table.shape[1]))
     if len(ranks) > MAX_RANKS:
         slowness = np.nan_to_num(own, nan=-1.0)
@@ -243,7 +239,7 @@ def _rank_blocks(run: RunRecord) -> Iterator[Block]:
         slow_ranks = describe_ranks([each.rank for each in slow])
         yield Text(f"Own time more than 20 % above the median of all ranks: {slow_ranks}.")
     bars = [
-        Curve(phase, tuple(map(str, ranks)), _finite(1000 * mean_per_step(window, phase)[ranks]))
+        Curve(phase, tuple(map(str, ranks)), _finite(1000 * window.per_step(window[phase])[ranks]))
         for phase in phases
     ]
     yield Chart("Phases of a step by rank", "rank", "ms per step", tuple(bars), "bars")
@@ -260,11 +256,11 @@ def _rank_table(
             run.history.targets[rank].labels.get("host", "") if rank in run.history.targets else ""
         ),
         "Steps": lambda rank: number(float(window["steps"][rank])),
-        "Own time": _milliseconds(mean_per_step(window, "own")),
-        "Step time": _milliseconds(mean_per_step(window, "step_s")),
+        "Own time": _milliseconds(window.per_step(window.own_s)),
+        "Step time": _milliseconds(window.per_step(window["step_s"])),
         "Waiting": lambda rank: _percent(waiting[rank] / window.seconds),
         "Others wait for it": lambda rank: _percent(waited_for[rank] / window.seconds),
-        **{phase: _milliseconds(mean_per_step(window, phase)) for phase in phases},
+        **{phase: _milliseconds(window.per_step(window[phase])) for phase in phases},
     }
     return tuple(columns), tuple(tuple(cell(rank) for cell in columns.values()) for rank in ranks)
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-import numpy as np
-
 from horovod_train.config.flatten import flat
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
@@ -67,6 +65,11 @@ class RunRecord:
         """Median throughput of all ranks over the reported steps; None: unknown."""
         values = [value for _, value in self.series.get("samples_per_s", [])]
         return median(values) if values else None
+
+    @property
+    def samples_per_s_per_rank(self) -> float | None:
+        """Median throughput per rank; None: unknown."""
+        return self.samples_per_s / self.num_ranks if self.samples_per_s and self.num_ranks else None
 
     @property
     def rank_times(self) -> Window | None:
@@ -156,11 +159,3 @@ def _as_text(tree: dict[str, object]) -> dict[str, str]:
 @cache
 def _defaults() -> dict[str, str]:
     return _as_text(Job(name="job", task="task").model_dump(mode="json"))
-
-
-def mean_per_step(window: Window, column: str) -> np.ndarray:
-    """Return the mean time of a step in a column, or ``own``, in seconds, shape [ranks]; NaN: unknown."""
-    total = window.own_s if column == "own" else window[column]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found: np.ndarray = total / window["steps"]
-    return found

@@ -185,6 +185,19 @@ class TestSeveralRuns:
         assert tables(comparison)["Differences of the jobs"].rows == (("train.epochs", "2", "1"),)
         assert [curve.name for curve in charts(comparison)["Evaluation: a"].curves] == ["j/b", "j/a"]
 
+    def test_of_one_name_in_two_folders_have_their_own_efficiency(self, tmp_path):
+        folders = [
+            write_run(tmp_path / where, "r", [progress(1, 2.0, speed)], ranks=ranks)
+            for where, ranks, speed in (("a", 1, 100.0), ("b", 2, 150.0))
+        ]
+
+        table = tables(report_on(*folders).sections[0])["Runs"]
+
+        assert [dict(zip(table.columns, row, strict=True))["Efficiency"] for row in table.rows] == [
+            "100 %",
+            "75 %",
+        ]
+
     def test_of_a_folder_are_those_below_it_once(self, tmp_path):
         folder = write_run(tmp_path, "b", [])
         write_run(tmp_path, "a", [])
