@@ -1,7 +1,7 @@
 """Errors that this package raises, with their exit codes.
 
     HorovodTrainError        1
-    |-- UserError            2   ConfigError, DeviceMemoryError, UnknownNameError
+    |-- UserError            2   ConfigError, DeviceMemoryError, KeyUsedError, UnknownNameError
     |-- OperationalError     1   EngineError, LaunchError (LostError), WorldError, CheckpointError,
     |                            DesyncError, NcclError, GpuError, PeerError
     |-- JobFailedError      that of the job
@@ -92,6 +92,10 @@ class UnknownNameError(UserError):
         super().__init__(
             f"unknown {kind} {name!r}; known: {', '.join(known)}", hint=did_you_mean(name, known)
         )
+
+
+class KeyUsedError(UserError):
+    """An idempotency key that was used for another job."""
 
 
 class DeviceMemoryError(UserError):

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import Unpack
@@ -29,7 +30,10 @@ from horovod_train.cli.options import (
 @launch_options
 @dry_run_option
 @click.option("--ui", is_flag=True, help="Serve a web page of the run, and print its address.")
-def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[LaunchOptions]) -> None:
+@click.option("--once", is_flag=True, hidden=True)  # used by `submit`
+def command(
+    job: tuple[str, ...], *, dry_run: bool, ui: bool, once: bool, **options: Unpack[LaunchOptions]
+) -> None:
     """Train JOB (a file, or the name of a shipped task), and wait until it ends.
 
     Run a plain Horovod script, which does not use this package, with `--script train.py -- ARGS`.
@@ -37,7 +41,7 @@ def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[
     from horovod_train.cli.plan import plan_as_text
     from horovod_train.launch.submit import make_plan, resolve, run_job
 
-    request = resolve(job_of(job, **options), options["run_id"])
+    request = replace(resolve(job_of(job, **options), options["run_id"]), is_once=once)
     plan = make_plan(request)
     if dry_run:
         click.echo(plan_as_text(request, plan))

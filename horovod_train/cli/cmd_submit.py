@@ -22,14 +22,30 @@ from horovod_train.cli.options import (
 @script_option
 @launch_options
 @dry_run_option
-def command(job: tuple[str, ...], *, dry_run: bool, **options: Unpack[LaunchOptions]) -> None:
+@click.option(
+    "--key",
+    metavar="TEXT",
+    help="Start the job only if none was started with this key; print the ID of that job in any case.",
+)
+def command(
+    job: tuple[str, ...], *, dry_run: bool, key: str | None, **options: Unpack[LaunchOptions]
+) -> None:
     """Start JOB, print its ID, and return immediately."""
     from horovod_train.cli.plan import plan_as_text
-    from horovod_train.launch.submit import make_plan, resolve, submit_job
+    from horovod_train.launch.submit import make_plan, resolve, submit_job, submit_once
 
-    request = resolve(job_of(job, **options), options["run_id"])
-    plan = make_plan(request)
+    described = job_of(job, **options)
     if dry_run:
-        click.echo(plan_as_text(request, plan))
+        request = resolve(described, options["run_id"])
+        click.echo(plan_as_text(request, make_plan(request)))
         return
-    click.echo(submit_job(request, plan, lambda text: click.echo(text, err=True)).job_id)
+
+    def warn(text: str) -> None:
+        click.echo(text, err=True)
+
+    if key:
+        submitted = submit_once(described, key, warn)
+    else:
+        request = resolve(described, options["run_id"])
+        submitted = submit_job(request, make_plan(request), warn)
+    click.echo(submitted.job_id)

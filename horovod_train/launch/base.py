@@ -41,6 +41,7 @@ class LaunchRequest:
         attempt: Number of earlier attempts of this run.
         program: Python module and arguments of a rank; empty: the worker.
         num_wanted: Requested number of ranks, if the job may start with fewer; None: ``num_ranks``.
+        is_once: The run is not started if it has been started before.
     """
 
     job: Job
@@ -51,6 +52,7 @@ class LaunchRequest:
     attempt: int = 0
     program: tuple[str, ...] = ()
     num_wanted: int | None = None
+    is_once: bool = False
 
     @property
     def log_dir(self) -> Path:
@@ -173,13 +175,23 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class Submitted:
-    """Record of a submitted job; ``native_id`` is its ID for the launcher, such as a PID or Slurm job ID."""
+    """Record of a submitted job.
+
+    Attributes:
+        native_id: ID of the job for its launcher, such as a PID or a Slurm job ID. Until ``Launcher.submit``
+            has returned, it is empty, or ends with a slash.
+    """
 
     job_id: str
     launcher: str
     native_id: str
     log_dir: Path
     submitted_unix_s: float
+
+    @property
+    def is_started(self) -> bool:
+        """Whether ``Launcher.submit`` has returned. If it was interrupted, the job may have been started."""
+        return self.native_id.rpartition("/")[2] != ""
 
 
 class Launcher(Protocol):
@@ -188,7 +200,8 @@ class Launcher(Protocol):
     A launcher is created without arguments. If it starts ranks from this process, it also has a method
     ``run(request, plan, console)``, which supervises the job and returns its exit code. For other launchers,
     ``horovod-train run`` submits the job, follows its log, and waits for its end. If it reads hosts from the
-    environment, it has ``hosts(environ)``, which returns the hosts of jobs that list none.
+    environment, it has ``hosts(environ)``, which returns the hosts of jobs that list none. If the native ID
+    of a job is partly known before its start, it has ``early_id(request)``, which ends with a slash.
 
     Attributes:
         has_local_files: Whether the run folder is on this machine.
@@ -206,6 +219,9 @@ class Launcher(Protocol):
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
         """Start a job, and return its native ID without waiting for its end.
+
+        A repeated call for the same run returns the native ID of the started job, and starts no second one,
+        even if the process that made the first call was killed during the call.
 
         Raises:
             LaunchError: The job is rejected.

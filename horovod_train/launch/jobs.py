@@ -1,20 +1,23 @@
 """Records of jobs: the state of each run, next to its log, and the list of submitted jobs.
 
 <run folder>/state.json                              written by the launcher
-$XDG_STATE_HOME/horovod_train/jobs/<job id>.json     written when a job is started
+$XDG_STATE_HOME/horovod_train/jobs/<job id>.json     written before a job is started, and again after that
+$XDG_STATE_HOME/horovod_train/jobs/keys/<SHA-256>     job that was started with an idempotency key
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from threading import Event
@@ -23,9 +26,9 @@ from typing import Any, get_args
 
 import psutil
 
-from horovod_train.errors import HorovodTrainError, PreemptedError, UserError, did_you_mean
+from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError, UserError, did_you_mean
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
-from horovod_train.system.files import state_dir, write_atomic
+from horovod_train.system.files import create_atomic, state_dir, write_atomic
 from horovod_train.system.pids import boot_id, is_alive, start_ticks
 from horovod_train.system.signals import exit_code_of
 from horovod_train.system.threads import background_thread
@@ -57,7 +60,7 @@ def submitted_job(request: LaunchRequest, native_id: str) -> Submitted:
 
 
 def remember(request: LaunchRequest, native_id: str) -> Submitted:
-    """Write the record of a submitted job.
+    """Write the record of a submitted job, or replace it.
 
     Raises:
         OSError: The folder is not writable.
@@ -65,6 +68,12 @@ def remember(request: LaunchRequest, native_id: str) -> Submitted:
     job = submitted_job(request, native_id)
     write_atomic(jobs_dir() / f"{job.job_id}.json", json.dumps({**asdict(job), "log_dir": str(job.log_dir)}))
     return job
+
+
+def forget(job_id: str) -> None:
+    """Delete the record of a job that was not started."""
+    with suppress(OSError):
+        (jobs_dir() / f"{job_id}.json").unlink()
 
 
 def record_end(job_id: str, status: JobStatus) -> None:
@@ -124,6 +133,48 @@ def find_job(job_id: str) -> Submitted:
     raise UserError(f"no job {job_id!r}", hint=did_you_mean(job_id, names) or "see `horovod-train list`")
 
 
+@dataclass
+class UsedKey:
+    """Job of an idempotency key.
+
+    Attributes:
+        job_id: ID of the job; empty: the key was not used.
+        fingerprint: Hash of the job description.
+    """
+
+    path: Path
+    job_id: str = ""
+    fingerprint: str = ""
+
+    def write(self, job_id: str, fingerprint: str) -> None:
+        """Store the job of this key, before its start: an interrupted write belongs to no job."""
+        fields = {"job_id": job_id, "fingerprint": fingerprint}
+        self.path.write_text(json.dumps(fields), encoding="utf-8")  # not replaced, because it is locked
+
+
+@contextmanager
+def locked_key(key: str) -> Iterator[UsedKey]:
+    """Yield the job of an idempotency key; other processes that use the key wait until the block ends.
+
+    Raises:
+        LaunchError: The file of the key cannot be written or locked.
+    """
+    path = jobs_dir() / "keys" / sha256(key.encode()).hexdigest()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise LaunchError(f"the key cannot be stored: {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        used = UsedKey(path)
+        with suppress(ValueError, TypeError):  # a new file, or a write that was interrupted
+            used = UsedKey(path, **json.loads(path.read_bytes()))
+        yield used
+    finally:
+        os.close(handle)
+
+
 def mark_cancelled(log_dir: Path) -> None:
     """Mark a run as cancelled, so that its final state is ``cancelled`` instead of ``preempted``."""
     with suppress(OSError):
@@ -168,20 +219,7 @@ class StateFile:
         if self._last_change != (state, message):
             self._last_change = (state, message)
             self._on_change(state, message)
-        document = {
-            "state": state,
-            "exit_code": exit_code,
-            "message": message,
-            "cause": cause,
-            "lost_ranks": list(lost_ranks),
-            "pid": os.getpid(),
-            "boot_id": boot_id(),
-            "pid_start_ticks": start_ticks(os.getpid()),
-            "host": socket.gethostname(),
-            "unix_time_s": time(),
-            "touched_every_s": TOUCHED_EVERY_S,
-        }
-        text = json.dumps(document, indent=2).ljust(STATE_BYTES) + "\n"
+        text = _as_text(state, exit_code, message, cause, lost_ranks)
         try:
             try:
                 write_atomic(self._path, text)
@@ -192,6 +230,16 @@ class StateFile:
             if not self._is_unwritable:
                 self._is_unwritable = True
                 self._warn(f"warning: {self._path} could not be written: {error.strerror}")
+
+    def claim(self, state: State = "starting", exit_code: int | None = None, message: str = "") -> bool:
+        """Create the file, and return True; return False if it exists.
+
+        Of several launchers that are started for one run, this selects one.
+        """
+        try:
+            return create_atomic(self._path, _as_text(state, exit_code, message))
+        except OSError:  # disk full, or no hard links; the next write reports it
+            return not self._path.exists()
 
     def end(self, error: BaseException) -> None:
         """Write the final state for an error. A preempted run that was cancelled ends as ``cancelled``."""
@@ -278,6 +326,11 @@ class StateFile:
             return JobStatus("unknown", 1, f"{self._path} cannot be read: {error.strerror}")
         return JobStatus("waiting", message="not started yet")
 
+    def recorded_pid(self) -> int | None:
+        """Return the PID in the file, which may belong to another host; None: the job was not started."""
+        document = self._document()
+        return None if document is None else int(document["pid"])
+
     def pid(self) -> int | None:
         """Return the PID of the launcher; None if it does not run on this host."""
         document = self._document()
@@ -300,6 +353,30 @@ class StateFile:
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
         return document if fits else None
+
+
+def _as_text(
+    state: State,
+    exit_code: int | None = None,
+    message: str = "",
+    cause: str = "",
+    lost_ranks: Sequence[int] = (),
+) -> str:
+    """Return the content of a state file that this process writes."""
+    document = {
+        "state": state,
+        "exit_code": exit_code,
+        "message": message,
+        "cause": cause,
+        "lost_ranks": list(lost_ranks),
+        "pid": os.getpid(),
+        "boot_id": boot_id(),
+        "pid_start_ticks": start_ticks(os.getpid()),
+        "host": socket.gethostname(),
+        "unix_time_s": time(),
+        "touched_every_s": TOUCHED_EVERY_S,
+    }
+    return json.dumps(document, indent=2).ljust(STATE_BYTES) + "\n"
 
 
 def _write_over(path: Path, text: str) -> None:

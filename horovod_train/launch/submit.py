@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
+from horovod_train.errors import KeyUsedError, LaunchError
 from horovod_train.events.text import tagged
 from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import interface_towards
-from horovod_train.launch.jobs import find_job, remember, submitted_job
+from horovod_train.launch.jobs import find_job, forget, known_jobs, locked_key, remember, submitted_job
 from horovod_train.launch.supervise.signals import TerminationRequested, interrupted_by_signals
 from horovod_train.registry import LAUNCHERS
 
@@ -135,8 +138,47 @@ def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], N
     Raises:
         LaunchError: The launcher rejects the job.
     """
-    native_id = launcher_named(request.job.launch.launcher).submit(request, plan)
+    launcher = launcher_named(request.job.launch.launcher)
+    early_id: str = launcher.early_id(request) if hasattr(launcher, "early_id") else ""
+    with suppress(OSError):  # reported below
+        remember(request, early_id)  # so that the job is known even if this process is killed now
+    try:
+        native_id = launcher.submit(request, plan)
+    except LaunchError:
+        forget(request.job_id)
+        raise
     return record_job(request, native_id, warn)
+
+
+def submit_once(job: Job, key: str, warn: Callable[[str], None]) -> Submitted:
+    """Start a job, unless it was started with this key before; return its record.
+
+    If the process that started it was killed in the meantime, the start is completed.
+
+    Args:
+        job: The job.
+        key: Any text that identifies this start of the job in this account.
+        warn: Called with messages for the user.
+
+    Raises:
+        LaunchError: The launcher rejects the job. The next call with this key tries again.
+        KeyUsedError: The key was used for a job with another description.
+    """
+    with locked_key(key) as used:
+        fingerprint = sha256(dump_job(job).encode()).hexdigest()
+        known = next((each for each in known_jobs() if each.job_id == used.job_id), None)
+        if known is not None and used.fingerprint != fingerprint:
+            raise KeyUsedError(
+                f"the key {key!r} was used for {known.job_id}, whose description differs",
+                hint="use another key for another job",
+            )
+        if known is not None and known.is_started:
+            return known
+        is_repeated = used.job_id and used.fingerprint == fingerprint
+        request = resolve(job, used.job_id.removeprefix(f"{job.name}-") if is_repeated else None)
+        plan = make_plan(request)
+        used.write(request.job_id, fingerprint)
+        return submit_job(request, plan, warn)
 
 
 def record_job(request: LaunchRequest, native_id: str, warn: Callable[[str], None]) -> Submitted:

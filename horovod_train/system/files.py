@@ -45,6 +45,27 @@ def write_atomic(path: Path, text: str, mode: int = 0o600) -> None:
         raise
 
 
+def create_atomic(path: Path, text: str, mode: int = 0o600) -> bool:
+    """Create a file with its content, unless it exists; return whether it was created.
+
+    Of several processes that call this at the same time, one creates the file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).chmod(mode)
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        return False
+    finally:
+        Path(temporary).unlink()
+    return True
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a file of any user for reading, without blocking on pipes and without following links.
 

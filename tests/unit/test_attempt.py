@@ -513,7 +513,7 @@ class TestSubmitting:
         process.wait()
         called = (submit.request.log_dir / "called").read_text().split()[1:]
         assert called[:4] == ["-P", "-m", "horovod_train", "run"]
-        assert called[-3:] == ["--resolved", "--run-id", "run-1"]
+        assert called[-4:] == ["--resolved", "--once", "--run-id", "run-1"]
         assert json.loads(Path(called[4]).read_text())["name"] == "j"
 
     def test_that_takes_too_long_is_given_up_and_nothing_trains_on(self, submit, monkeypatch):
@@ -532,6 +532,23 @@ class TestSubmitting:
             submit("echo $$ > $LOG_DIR/new; mv $LOG_DIR/new $LOG_DIR/pid; exec sleep 600")
 
         assert not psutil.pid_exists(int(pid.read_text()))
+
+    def test_that_was_cancelled_before_starts_nothing(self, submit):
+        job = jobs.submitted_job(submit.request, "")
+        Scripted().cancel(job, "stop")
+
+        submit("echo called >> $LOG_DIR/calls; exit 1")
+
+        assert not (job.log_dir / "calls").exists()
+        status = Scripted().status(job)
+        assert (status.state, status.exit_code) == ("cancelled", 143)
+        assert jobs.StateFile(job.log_dir).claim() is False
+
+    def test_again_starts_nothing(self, submit):
+        submit(f"echo called >> $LOG_DIR/calls; {self.state('running')}")
+
+        assert submit("echo called >> $LOG_DIR/calls; exit 1") == 1, "the process in the state file"
+        assert (submit.request.log_dir / "calls").read_text() == "called\n"
 
     def test_its_log_is_that_of_the_run(self, submit):
         submit.request.log_dir.mkdir(parents=True)

@@ -9,6 +9,8 @@ import re
 import signal
 import sys
 import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
@@ -20,18 +22,18 @@ from support.following import Followed, event
 from support.hosts import described
 
 from horovod_train.config.schema import Job
-from horovod_train.errors import LaunchError, LostError, PreemptedError
+from horovod_train.errors import KeyUsedError, LaunchError, LostError, PreemptedError
 from horovod_train.events.types import Notice, Progress, Resumed, Targets
 from horovod_train.events.wire import Reporter, lines_of_ranks, parse_line, to_line
 from horovod_train.horovod import environment
-from horovod_train.launch.base import JobStatus
+from horovod_train.launch.base import JobStatus, LaunchPlan
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_group import HostGroup
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.interfaces import Chosen
 from horovod_train.launch.hosts.secrets import Mask, too_short_to_hide
-from horovod_train.launch.jobs import find_job, known_jobs
-from horovod_train.launch.submit import make_plan, resolve, run_job, submit_job, submitted
+from horovod_train.launch.jobs import StateFile, find_job, jobs_dir, known_jobs
+from horovod_train.launch.submit import make_plan, resolve, run_job, submit_job, submit_once, submitted
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.preflight import check_clocks, check_reach, choose_interfaces
 
@@ -421,6 +423,122 @@ class TestFollowing:
 
         assert submit_job(request_for(tmp_path), None, print).job_id == "j-run-1"
         assert submitted("j-run-1") == (launcher, find_job("j-run-1"))
+
+
+class KilledError(BaseException):
+    """The process ends here, in the middle of a submission."""
+
+
+class TestSubmittingOnce:
+    class Launcher:
+        """Starts each run once, as launchers must; may be killed before or after that."""
+
+        def __init__(self):
+            self.started, self.killed, self.rejected = [], "", False
+
+        def early_id(self, request):
+            return "early/"
+
+        def plan(self, request):
+            return LaunchPlan(("true",))
+
+        def submit(self, request, plan):
+            if self.rejected:
+                raise LaunchError("no such partition")
+            if self.killed == "before":
+                raise KilledError
+            time.sleep(0.05)
+            if request.run_id not in self.started:
+                self.started.append(request.run_id)
+            if self.killed == "after":
+                raise KilledError
+            return "4711"
+
+        has_local_files = False
+
+    @pytest.fixture
+    def launcher(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        made = self.Launcher()
+        monkeypatch.setattr("horovod_train.launch.submit.launcher_named", lambda _: made)
+        return made
+
+    @pytest.fixture
+    def job(self, tmp_path):
+        return Job(name="j", task="digits", run_dir=str(tmp_path))
+
+    def test_starts_one_job_for_a_key_and_another_for_another(self, launcher, job):
+        first, again, other = (submit_once(job, key, print) for key in ("a", "a", "b"))
+
+        assert first == again != other
+        assert len(launcher.started) == 2
+        assert [each.native_id for each in known_jobs()] == ["4711"] * 2
+
+    def test_at_the_same_time_starts_one(self, launcher, job):
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda _: submit_once(job, "a", print).job_id, range(8)))
+
+        assert len(set(found)) == len(launcher.started) == 1
+
+    @pytest.mark.parametrize("moment", ["before", "after"])
+    def test_is_completed_after_a_kill_and_the_job_is_known_in_between(self, launcher, job, moment):
+        launcher.killed = moment
+        with pytest.raises(KilledError):
+            submit_once(job, "a", print)
+        (known,) = known_jobs()
+        launcher.killed = ""
+
+        assert submit_once(job, "a", print).job_id == known.job_id
+        assert known.native_id == "early/"
+        assert [known.log_dir.name] == launcher.started
+
+    def test_refuses_a_key_that_another_job_has(self, launcher, job):
+        first = submit_once(job, "a", print)
+
+        with pytest.raises(KeyUsedError, match=rf"the key 'a' was used for {first.job_id}"):
+            submit_once(job.model_copy(update={"name": "k"}), "a", print)
+
+    def test_of_a_job_that_was_rejected_may_be_tried_again(self, launcher, job):
+        launcher.rejected = True
+        with pytest.raises(LaunchError, match="no such partition"):
+            submit_once(job, "a", print)
+        assert not list(known_jobs())
+        launcher.rejected = False
+
+        changed = submit_once(job.model_copy(update={"name": "k"}), "a", print)
+
+        assert [each.job_id for each in known_jobs()] == [changed.job_id]
+
+    def test_does_not_look_into_the_folder_of_a_job_that_was_started(self, launcher, job):
+        first = submit_once(job, "a", print)
+        launcher.killed = "before"
+
+        assert submit_once(job, "a", print) == first
+
+    def test_ignores_a_key_file_whose_write_was_interrupted(self, launcher, job):
+        submit_once(job, "a", print)
+        (file,) = (jobs_dir() / "keys").iterdir()
+        for content in ("", "{", "[]", '{"other": 1}'):
+            file.write_text(content)
+            submit_once(job, "a", print)
+
+        assert len(launcher.started) == 5
+
+    def test_says_that_a_key_cannot_be_stored(self, launcher, job, tmp_path, monkeypatch):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+
+        with pytest.raises(LaunchError, match="the key cannot be stored: .*Not a directory"):
+            submit_once(job, "a", print)
+
+
+def test_of_several_launchers_of_one_run_one_trains(tmp_path):
+    with ThreadPoolExecutor(16) as pool:
+        won = list(pool.map(lambda _: StateFile(tmp_path).claim(), range(64)))
+
+    assert sum(won) == 1
+    assert StateFile(tmp_path).read().state == "starting"
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
 class TestStayingWithAJob:

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from datetime import UTC, datetime, timedelta
+from itertools import count
 
 import pytest
 import yaml
@@ -21,6 +22,7 @@ from horovod_train.launch import jobs
 from horovod_train.launch.launchers.mpijob.launcher import MpiJobLauncher
 from horovod_train.launch.submit import make_plan, resolve
 
+NUMBERS = count(1)  # of runs, in all tests
 # How the operator begins what it says of workers that it cannot create.
 OF_WORKERS = 'worker pod created failed: pods "digits-worker-0"'
 
@@ -46,12 +48,12 @@ def api(tmp_path, monkeypatch):
         yield api
 
 
-def request_for(**changes):
-    return resolve(Job.model_validate(described("cpu", **changes)), "run-1")
+def request_for(run_id="run-1", **changes):
+    return resolve(Job.model_validate(described("cpu", **changes)), run_id)
 
 
 def submit(api, **changes):
-    request = request_for(**changes)
+    request = request_for(f"run-{next(NUMBERS)}", **changes)
     return jobs.remember(request, MpiJobLauncher().submit(request, make_plan(request)))
 
 
@@ -75,6 +77,31 @@ def test_what_the_server_refuses_is_told_and_nothing_is_left(api):
 
     assert "ask for a Role" in caught.value.hint
     assert api.objects == {}
+
+
+@pytest.mark.parametrize("missing", [(), ("ConfigMap",), ("ConfigMap", "NetworkPolicy")])
+def test_a_submission_that_was_interrupted_is_completed_and_creates_no_second_job(api, missing):
+    api.operator = accepts
+    request = request_for()
+    plan = make_plan(request)
+    launcher = MpiJobLauncher()
+    early = jobs.remember(request, launcher.early_id(request))
+    assert launcher.status(early).message == "no MPIJob: its submission was interrupted"
+    first = launcher.submit(request, plan)
+    for collection, name in list(api.objects):
+        if api.objects[collection, name]["kind"] in missing:
+            del api.objects[collection, name]
+
+    assert launcher.status(early).state == "starting"
+    assert launcher.submit(request, plan) == first
+    assert api.num_created == 3 + len(missing)
+    assert sorted(api.names("ConfigMap") + api.names("NetworkPolicy")) == ["digits", "digits-job"]
+    owners = [
+        each["metadata"]["ownerReferences"][0]["uid"]
+        for each in api.objects.values()
+        if each["kind"] != "MPIJob"
+    ]
+    assert owners == ["uid-of-digits-1"] * 2
 
 
 def test_a_second_job_of_the_same_name_does_not_touch_the_first(api):

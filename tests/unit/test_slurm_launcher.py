@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -31,6 +33,7 @@ case "$(basename "$0") $1 $2" in
 "scontrol requeue "*)
     [ -e "$QUEUE/$2" ] || { echo "Invalid job id specified" >&2; exit 1; }
     echo REQUEUED > "$QUEUE/$2";;
+"squeue "*) cat "$QUEUE/squeue" 2>/dev/null;;
 "scancel "*) case "$*" in *--signal*) ;; *) rm "$QUEUE/41";; esac;;
 *) exit 9;;
 esac
@@ -42,7 +45,7 @@ def queue(tmp_path, monkeypatch):
     folder = tmp_path / "queue"
     (programs := tmp_path / "programs").mkdir()
     folder.mkdir()
-    for name in ("sbatch", "scontrol", "scancel"):
+    for name in ("sbatch", "scontrol", "scancel", "squeue"):
         (programs / name).write_text(PROGRAM)
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
@@ -103,6 +106,37 @@ class TestSubmitting:
         assert "ntasks-per-node" not in script
         assert "#SBATCH --signal=B:USR1@1\n" in script
         assert "#SBATCH --requeue\n" in script
+
+    def test_after_an_interruption_finds_the_job_that_was_queued(self, tmp_path, queue):
+        request = request_of(tmp_path)
+        launcher = SlurmLauncher()
+        interrupted = Submitted(request.job_id, "slurm", "", request.log_dir, 0.0)
+        assert launcher.status(interrupted).message == "not in Slurm's queue: its submission was interrupted"
+        launcher.plan(request).write_files()
+        (queue / "squeue").write_text(f"40   /else/batch.sh  \n41   {request.log_dir}/batch.sh   \n")
+        (queue / "41").write_text("PENDING")
+
+        assert launcher.submit(request, launcher.plan(request)) == "41"
+        assert launcher.status(interrupted).state == "waiting"
+        launcher.cancel(interrupted, "stop")
+        assert not calls(queue, "sbatch")
+        assert calls(queue, "scancel") == ["scancel 41"]
+
+    def test_twice_trains_once_and_the_status_is_that_of_the_job_that_trains(self, job, queue):
+        script = job.log_dir / "batch.sh"
+        script.write_text(re.sub("exec .*", 'exec echo "$SLURM_JOB_ID" trains', script.read_text()))
+
+        said = [
+            subprocess.run(
+                ["bash", script], env={"SLURM_JOB_ID": number}, capture_output=True, text=True, check=True
+            ).stdout
+            for number in ("42", "41", "42")  # 42 is requeued
+        ]
+
+        assert said == ["42 trains\n", "", "42 trains\n"]
+        (queue / "42").write_text("RUNNING")
+        (queue / "41").unlink()
+        assert SlurmLauncher().status(job).state == "starting"
 
 
 class TestStatus:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +19,12 @@ from horovod_train.launch.jobs import LOG_FILE, StateFile, mark_cancelled
 from horovod_train.launch.launchers.supervised import read_log
 
 TIMEOUT_S = 30.0
+MAX_ID_CHARS, MAX_PATH_CHARS = 32, 4096
 SCRIPT_LOG = "slurm.log"
+SCRIPT = "batch.sh"
+CLAIM = "slurm-job-id"
+"""File with the ID of the Slurm job that trains."""
+
 # Job states of Slurm.
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 _GOING_ON = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -35,7 +42,7 @@ class SlurmLauncher(PolledLauncher):
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan: a batch script, and the command that submits it."""
-        script = request.log_dir / "batch.sh"
+        script = request.log_dir / SCRIPT
         launch = request.job.launch.model_copy(update={"launcher": "slurm-allocation", "hosts": []})
         inner = request.job.model_copy(update={"launch": launch})
         return LaunchPlan(
@@ -45,13 +52,18 @@ class SlurmLauncher(PolledLauncher):
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
         """Submit the job, and return its Slurm job ID."""
+        if started := _native_id(request.log_dir):
+            return started
         plan.write_files()
         return call_slurm(*plan.argv).strip().partition(";")[0]
 
     def status(self, job: Submitted) -> JobStatus:
         """Return the status of a job, from Slurm's state and from the job's state file."""
         own = StateFile(job.log_dir).read_recorded()
-        fields = _query_slurm(job.native_id)
+        native_id = _native_id(job.log_dir, job.native_id)
+        if not native_id:
+            return JobStatus("waiting", message="not in Slurm's queue: its submission was interrupted")
+        fields = _query_slurm(native_id)
         state = fields.get("JobState", "")
         if state in _WAITING:
             return JobStatus("waiting", message=f"in Slurm's queue: {fields.get('Reason', '')}")
@@ -76,7 +88,8 @@ class SlurmLauncher(PolledLauncher):
         if how != "drain":
             mark_cancelled(job.log_dir)
         flags = () if status.state == "waiting" else _CANCEL[how]
-        call_slurm("scancel", *flags, job.native_id)
+        if native_id := _native_id(job.log_dir, job.native_id):
+            call_slurm("scancel", *flags, native_id)
 
 
 def batch_script(request: LaunchRequest) -> str:
@@ -99,11 +112,15 @@ def batch_script(request: LaunchRequest) -> str:
             *("--resolved", "--run-id", request.run_id),
         )
     )
+    claim = shlex.quote(str(request.log_dir / CLAIM))
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items()),
             f"#SBATCH --{'requeue' if slurm.requeue else 'no-requeue'}",
+            # Of several submissions of this run, one trains. A requeued job has the same ID.
+            f'(set -C; echo "$SLURM_JOB_ID" >{claim}) 2>/dev/null',
+            f'[ "$(cat {claim})" = "$SLURM_JOB_ID" ] || exit 0',
             *slurm.setup,
             f"cd {shlex.quote(str(request.folder))}",
             # Replaces the script, so that it receives Slurm's signals.
@@ -111,6 +128,28 @@ def batch_script(request: LaunchRequest) -> str:
             "",
         ]
     )
+
+
+def _native_id(log_dir: Path, submitted: str = "") -> str:
+    """Return the ID of the Slurm job that trains a run, or else waits; empty: there is none.
+
+    Args:
+        log_dir: Run folder.
+        submitted: ID of the job that was submitted; empty: unknown.
+
+    Raises:
+        LaunchError: Slurm does not respond.
+    """
+    with suppress(OSError):
+        if claimed := (log_dir / CLAIM).read_text(encoding="utf-8").strip():
+            return claimed
+    if submitted or not (log_dir / SCRIPT).exists():
+        return submitted
+    # sbatch was called, and this process or an earlier one was killed before it had read the ID.
+    of_this_account = ("squeue", f"--user={os.getuid()}", "--states=all", "--noheader")
+    jobs = call_slurm(*of_this_account, f"--Format=JobID:{MAX_ID_CHARS},Command:{MAX_PATH_CHARS}")
+    rows = (line.split(maxsplit=1) for line in jobs.splitlines())
+    return next((row[0] for row in rows if row[1:] and row[1].strip() == str(log_dir / SCRIPT)), "")
 
 
 def _query_slurm(native_id: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ from horovod_train.launch.supervise.attempt import run_attempt
 from horovod_train.launch.supervise.elastic import run_elastic
 from horovod_train.launch.supervise.follow import WriteEvents
 from horovod_train.launch.supervise.signals import deferred_signals
-from horovod_train.system.files import make_folder
-from horovod_train.system.signals import SENT_TO_END
+from horovod_train.system.files import make_folder, write_atomic
+from horovod_train.system.signals import SENT_TO_END, exit_code_of
 
 POLL_S = 0.2
 
@@ -60,6 +61,9 @@ class SupervisedLauncher(PolledLauncher):
             console.print,
             lambda state, message: events.write(StateChanged(state=state, message=message)),
         )
+        if request.is_once and not state.claim():
+            console.print(f"run {request.run_id} was started before")
+            return 0
         events.write(opened(request.job.name, request.run_id))
         state.write("starting")
         followers = [WriteEvents(events)]
@@ -92,14 +96,17 @@ class SupervisedLauncher(PolledLauncher):
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
         """Start a separate process that runs the job; return its PID."""
+        state = StateFile(request.log_dir)
+        if (started := state.recorded_pid()) is not None:
+            return str(started)
         make_folder(request.run_dir, request.job.run_dir_access)
         request.log_dir.mkdir(exist_ok=True)
-        (request.log_dir / "request.json").write_text(dump_job(request.job), encoding="utf-8")
-        with (request.log_dir / "launcher.log").open("w", encoding="utf-8") as log:
+        write_atomic(request.log_dir / "request.json", dump_job(request.job))
+        with (request.log_dir / "launcher.log").open("a", encoding="utf-8") as log:
             process = subprocess.Popen(
                 [
                     sys.executable, "-P", "-m", "horovod_train", "run", str(request.log_dir / "request.json"),
-                    "--resolved",
+                    "--resolved", "--once",
                     "--run-id", request.run_id,
                 ],
                 cwd=request.folder,
@@ -109,8 +116,13 @@ class SupervisedLauncher(PolledLauncher):
                 start_new_session=True,
             )  # fmt: skip
         deadline_s = monotonic() + 30
-        while StateFile(request.log_dir).read().state == "waiting":
-            if process.poll() is not None or monotonic() > deadline_s:
+        while True:
+            has_exited = (
+                process.poll() is not None
+            )  # before the state is read: another process may run the job
+            if state.read().state != "waiting":
+                break
+            if has_exited or monotonic() > deadline_s:
                 text = (request.log_dir / "launcher.log").read_text(encoding="utf-8").strip()
                 process.kill()  # otherwise, it would train without a known job ID
                 process.wait()
@@ -134,7 +146,12 @@ class SupervisedLauncher(PolledLauncher):
         status = self.status(job)
         if status.has_ended:
             return
-        pid = StateFile(job.log_dir).pid()
+        state = StateFile(job.log_dir)
+        if status.state == "waiting":  # its submission is in progress, or was interrupted
+            job.log_dir.mkdir(parents=True, exist_ok=True)
+            if state.claim("cancelled", exit_code_of(signal.SIGTERM), "cancelled before it was started"):
+                return
+        pid = state.pid()
         if pid is None:
             raise LaunchError(
                 f"the launcher of {job.job_id} does not run on this host: {status}",

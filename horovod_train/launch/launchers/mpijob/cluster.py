@@ -104,6 +104,10 @@ class LogInterruptedError(LaunchError):
     """The connection broke during a response; a retry may succeed."""
 
 
+class ExistsError(LaunchError):
+    """An object of this kind and name exists."""
+
+
 class UnreachableError(LaunchError):
     """The API server, or a kubelet, does not respond at present; a later retry may succeed."""
 
@@ -358,6 +362,8 @@ class Cluster:
             message = error.reason
         if error.status in PASSING:
             return UnreachableError(f"{what}: {message}", hint="`kubectl cluster-info`")
+        if error.status == 409 and "already exists" in str(message):
+            return ExistsError(f"{what}: {message}")
         if "exceeded quota" in str(message):
             return LaunchError(f"{what}: {message}", hint="`kubectl describe quota`; ask for less, or wait")
         hints = {

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Literal
@@ -23,7 +24,13 @@ from horovod_train.launch.base import (
     Submitted,
 )
 from horovod_train.launch.jobs import record_end, recorded_end
-from horovod_train.launch.launchers.mpijob.cluster import Cluster, LogInterruptedError, Pod, UnreachableError
+from horovod_train.launch.launchers.mpijob.cluster import (
+    Cluster,
+    ExistsError,
+    LogInterruptedError,
+    Pod,
+    UnreachableError,
+)
 from horovod_train.launch.launchers.mpijob.document import (
     Manifest,
     as_yaml,
@@ -87,7 +94,8 @@ class MpiJobLauncher(PolledLauncher):
         """Create the job; return ``namespace/name/uid``.
 
         The objects are validated by a server-side dry run first. The MPIJob becomes the owner of all other
-        objects. A finished or drained MPIJob of this name is deleted first.
+        objects. A finished or drained MPIJob of this name is deleted first. If an earlier call for this run
+        was interrupted, the missing objects are created.
 
         Raises:
             LaunchError: The API server or the operator rejects the job; contains their message.
@@ -98,22 +106,29 @@ class MpiJobLauncher(PolledLauncher):
         config, mpi_job, *others = manifests
         name = request.job.name
         with closing(Cluster(settings.namespace, settings.api_timeout_s)) as cluster:
-            _make_room(cluster, name)
-            _remove_expired(cluster)
-            for manifest in manifests:
-                cluster.create(manifest, dry_run=True)
-            made = cluster.create(mpi_job)
+            made = _of_run(cluster, name, request.run_id)
+            if made is None:
+                _make_room(cluster, name)
+                _remove_expired(cluster)
+                for manifest in manifests:
+                    cluster.create(manifest, dry_run=True)
+                made = cluster.create(mpi_job)
             uid = text(made, "metadata", "uid")
             owner = {"apiVersion": mpi_job["apiVersion"], "kind": "MPIJob", "name": name, "uid": uid}
             try:
                 for manifest in (config, *others):
                     metadata = {**section(manifest, "metadata"), "ownerReferences": [owner]}
-                    cluster.create({**manifest, "metadata": metadata})
+                    with suppress(ExistsError):  # created by an interrupted call for this run
+                        cluster.create({**manifest, "metadata": metadata})
                 _wait_for_acceptance(cluster, made)
             except LaunchError:
                 cluster.delete_mpi_job(name)
                 raise
         return f"{settings.namespace}/{name}/{uid}"
+
+    def early_id(self, request: LaunchRequest) -> str:
+        """Return the native ID without the UID, which the API server assigns."""
+        return f"{request.job.launch.kubernetes.namespace}/{request.job.name}/"
 
     def status(self, job: Submitted) -> JobStatus:
         """Return the status of a job."""
@@ -196,9 +211,12 @@ class _Place:
 
     def __init__(self, job: Submitted) -> None:
         self.namespace, self.name, self._uid = job.native_id.split("/")
+        self._run_id = job.log_dir.name
 
     def find(self, cluster: Cluster) -> Manifest | None:
         """Return the MPIJob; None if it was deleted, even if another has the same name."""
+        if not self._uid:  # the submission was interrupted
+            return _of_run(cluster, self.name, self._run_id)
         found = cluster.read("MPIJob", self.name)
         return found if found is not None and text(found, "metadata", "uid") == self._uid else None
 
@@ -227,6 +245,8 @@ def _status(job: Submitted, cluster: Cluster) -> JobStatus:
     found = _Place(job).find(cluster)
     known = recorded_end(job.job_id)
     if found is None or (known is not None and known.state == "cancelled"):
+        if not job.is_started:
+            return known or JobStatus("waiting", message="no MPIJob: its submission was interrupted")
         gone = JobStatus(
             "unknown", 1, "the MPIJob does not exist any more; run.log and checkpoints are in its run_dir"
         )
@@ -235,6 +255,16 @@ def _status(job: Submitted, cluster: Cluster) -> JobStatus:
     if status.has_ended:
         record_end(job.job_id, status)
     return status
+
+
+def _of_run(cluster: Cluster, name: str, run_id: str) -> Manifest | None:
+    """Return the MPIJob of a run; None: it does not exist, or is that of another run."""
+    found = cluster.read("MPIJob", name)
+    template = section(found, "spec", "mpiReplicaSpecs", "Launcher", "template")
+    commands = (texts(each, "command") for each in sections(template, "spec", "containers"))
+    is_of_run = any(("--run-id", run_id) in pairwise(command) for command in commands)
+    is_ours = field(found, "metadata", "labels", MANAGED_BY) == MANAGER
+    return found if is_of_run and is_ours else None
 
 
 def _make_room(cluster: Cluster, name: str) -> None:
