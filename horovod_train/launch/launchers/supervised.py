@@ -135,7 +135,10 @@ class SupervisedLauncher(PolledLauncher):
 
     def status(self, job: Submitted) -> JobStatus:
         """Return the status of a job."""
-        return StateFile(job.log_dir).read()
+        state = StateFile(job.log_dir)
+        if not job.is_started and state.recorded_pid() is None:
+            return JobStatus("waiting", message="its submission is in progress, or was interrupted")
+        return state.read()
 
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
         """Yield the lines of a job's output."""
