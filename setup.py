@@ -28,6 +28,7 @@ setup(
     },
     install_requires=[
         "click>=8.1",
+        "fastapi>=0.115",
         "mpi4py>=4.0",
         "numpy>=1.23",  # MXNet needs the old one
         "nvidia-ml-py>=12.535",
@@ -39,7 +40,7 @@ setup(
         "rich>=13.0",
         "safetensors>=0.5",
         "torch>=2.6",
-        "tornado>=6.4",
+        "uvicorn>=0.34",
         "wrapt>=1.16",
     ],
     extras_require={

@@ -1,6 +1,6 @@
 """Distributed training with Horovod, on one process or a thousand ranks.
 
-``horovod_train.submit()`` starts jobs (``client.py``). ``horovod_train.init()`` is the entry point for
+``horovod_train.submit()`` starts jobs (``client/``). ``horovod_train.init()`` is the entry point for
 user-defined training loops (``session.py``). Exported names are imported on first access, so that
 ``import horovod_train`` is fast.
 """
@@ -11,7 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from horovod_train.client import JobHandle, JobResult, job, jobs, submit
+    from horovod_train.client.handle import JobHandle, JobResult
+    from horovod_train.client.local import job, jobs, submit
+    from horovod_train.client.remote import Client
     from horovod_train.config.schema import LearningRate
     from horovod_train.errors import JobFailedError
     from horovod_train.session import Session, init
@@ -19,18 +21,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "Client": "horovod_train.client.remote",
     "JobFailedError": "horovod_train.errors",
-    "JobHandle": "horovod_train.client",
-    "JobResult": "horovod_train.client",
+    "JobHandle": "horovod_train.client.handle",
+    "JobResult": "horovod_train.client.handle",
     "LearningRate": "horovod_train.config.schema",
     "Session": "horovod_train.session",
     "init": "horovod_train.session",
-    "job": "horovod_train.client",
-    "jobs": "horovod_train.client",
-    "submit": "horovod_train.client",
+    "job": "horovod_train.client.local",
+    "jobs": "horovod_train.client.local",
+    "submit": "horovod_train.client.local",
 }
 
 __all__ = [
+    "Client",
     "JobFailedError",
     "JobHandle",
     "JobResult",

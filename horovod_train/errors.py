@@ -3,7 +3,7 @@
     HorovodTrainError        1
     |-- UserError            2   ConfigError, DeviceMemoryError, KeyUsedError, UnknownNameError
     |-- OperationalError     1   EngineError, LaunchError (LostError), WorldError, CheckpointError,
-    |                            DesyncError, NcclError, GpuError, PeerError
+    |                            DesyncError, NcclError, GpuError, PeerError, ServerError
     |-- JobFailedError      that of the job
     |-- KernelError          1
     |-- NumericError         3
@@ -116,6 +116,10 @@ class EngineError(OperationalError):
 
 class LaunchError(OperationalError):
     """The ranks could not be started, or failed without a known cause."""
+
+
+class ServerError(OperationalError):
+    """A server of ``horovod-train serve`` does not respond, or has failed."""
 
 
 class JobFailedError(OperationalError):

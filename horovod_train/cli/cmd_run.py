@@ -86,13 +86,13 @@ def page_of(folder: Path) -> Iterator[None]:
     from horovod_train.cli.cmd_serve import page_addresses
     from horovod_train.errors import UserError
     from horovod_train.serve.page import PORT, serve_page
-    from horovod_train.serve.web import make_token, token_of_environment
+    from horovod_train.serve.tokens import make_token, token_of_environment
 
     host, token = "127.0.0.1", token_of_environment() or make_token()
     try:
-        server = serve_page([folder], [], host=host, port=PORT, token=token, may_end=False)
+        server = serve_page([folder], [], host=host, port=PORT, token=token)
     except UserError:  # the default port is in use, probably by another job
-        server = serve_page([folder], [], host=host, port=0, token=token, may_end=False)
+        server = serve_page([folder], [], host=host, port=0, token=token)
     for line in page_addresses(host, server.port, token):
         click.echo(line)
     try:

@@ -14,35 +14,75 @@ if TYPE_CHECKING:
     from horovod_train.serve.web import Server
 
 
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
 @click.command(name="serve")
 @click.argument("what", metavar="[JOB|FOLDER|TARGETS]...", nargs=-1)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=9301, show_default=True, type=click.IntRange(0, 65535), metavar="PORT")
-@click.option("--allow-ending", is_flag=True, help="Allow the page to drain and cancel jobs.")
-def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) -> None:
-    """Serve a web page of jobs (loss, throughput, slow ranks), and /targets and /metrics for Prometheus.
+@click.option("--allow-ending", is_flag=True, help="Allow to drain and cancel jobs, also on the page.")
+@click.option("--allow-submit", is_flag=True, help="Allow to submit jobs with a token of the token file.")
+@click.option("--tokens", type=FILE, help="File with lines `ROLE TOKEN`; a role is read, end or submit.")
+@click.option("--tls-cert", type=FILE, help="Certificate chain of the server, in PEM format, for HTTPS.")
+@click.option("--tls-key", type=FILE, help="Private key of the certificate.")
+def command(
+    what: tuple[str, ...],
+    host: str,
+    port: int,
+    *,
+    allow_ending: bool,
+    allow_submit: bool,
+    tokens: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+) -> None:
+    """Serve a web page of jobs, the HTTP API /api/v1, and /targets and /metrics for Prometheus.
 
-    JOB is the ID of a job, FOLDER a folder of runs (default: runs), TARGETS a file or URL of Prometheus
-    targets, or host:port,host:port of ranks. Requests must contain the printed token, in the link or as
-    Authorization: Bearer. HOROVOD_TRAIN_TOKEN sets the token.
+    JOB is the ID of a job, FOLDER a folder of runs, TARGETS a file or URL of Prometheus targets, or
+    host:port,host:port of ranks. Default: the runs in the folder `runs`, and all jobs that were started from
+    this account. The API serves these jobs in any case. Requests must contain the printed token, in the link
+    or as Authorization: Bearer. HOROVOD_TRAIN_TOKEN sets the token.
     """
+    from horovod_train.errors import UserError
     from horovod_train.monitor.live import targets_of
     from horovod_train.monitor.runs import folders_of_runs, places_of
     from horovod_train.serve.page import serve_page
-    from horovod_train.serve.web import make_token, token_of_environment
+    from horovod_train.serve.tokens import make_token, token_of_environment
+    from horovod_train.serve.web import Tls
 
+    if allow_submit and tokens is None:
+        raise UserError(
+            "--allow-submit requires --tokens: the printed token cannot submit jobs",
+            hint="write a line `submit TOKEN` into a file with mode 600",
+        )
+    if (tls_cert is None) != (tls_key is None):
+        raise UserError("--tls-cert and --tls-key belong together", hint="give both, or none")
+    tls = Tls(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None
     places, sources = [], []
-    for name in what or ("runs",):
+    for name in what:
         if not Path(name).expanduser().is_dir() and targets_of(name) is not None:
             sources.append(name)
         else:
             places += places_of([name])
+    if not what:
+        places.append(Path("runs"))
     token = token_of_environment() or make_token()
-    server = serve_page(places, sources, host=host, port=port, token=token, may_end=allow_ending)
+    server = serve_page(
+        places,
+        sources,
+        host=host,
+        port=port,
+        token=token,
+        token_file=tokens,
+        most="submit" if allow_submit else "end" if allow_ending else "read",
+        tls=tls,
+        with_submitted=not what,
+    )
     with until_interrupted(server):
-        for line in page_addresses(host, server.port, token):
+        for line in page_addresses(host, server.port, token, is_tls=tls is not None):
             click.echo(line)
-        if places and not any(any(folders_of_runs(place)) for place in places):
+        if what and places and not any(any(folders_of_runs(place)) for place in places):
             nowhere = ", ".join(map(str, places))
             click.echo(f"no runs in {nowhere} yet; they appear on the page as they begin")
 
@@ -62,14 +102,15 @@ def until_interrupted(server: Server) -> Iterator[None]:
         server.close()
 
 
-def page_addresses(host: str, port: int, token: str) -> list[str]:
+def page_addresses(host: str, port: int, token: str, *, is_tls: bool = False) -> list[str]:
     """Return the lines with the address of the page, and how to open it from another machine."""
     name = socket.gethostname()
     is_loopback = host in ("127.0.0.1", "localhost", "::1")
     shown = "127.0.0.1" if is_loopback else name if host in ("0.0.0.0", "::") else host  # noqa: S104
-    lines = [f"page: http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={token}"]
+    scheme = "https" if is_tls else "http"
+    lines = [f"page: {scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={token}"]
     if is_loopback:
         lines.append(f"from another machine: ssh -L {port}:127.0.0.1:{port} {name}, then the same address")
-    else:
+    elif not is_tls:
         lines.append("this is HTTP: anyone who can read the network traffic can read the page and the token")
     return lines

@@ -44,7 +44,7 @@ def command(
         click.echo(text, err=True)
 
     if key:
-        submitted = submit_once(described, key, warn)
+        submitted, _ = submit_once(described, key, warn)
     else:
         request = resolve(described, options["run_id"])
         submitted = submit_job(request, make_plan(request), warn)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
@@ -16,11 +17,13 @@ from horovod_train.errors import KeyUsedError, LaunchError
 from horovod_train.events.text import tagged
 from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
-from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import interface_towards
 from horovod_train.launch.jobs import find_job, forget, known_jobs, locked_key, remember, submitted_job
 from horovod_train.launch.supervise.signals import TerminationRequested, interrupted_by_signals
 from horovod_train.registry import LAUNCHERS
+
+if TYPE_CHECKING:
+    from horovod_train.launch.console import JobConsole
 
 
 def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
@@ -150,8 +153,8 @@ def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], N
     return record_job(request, native_id, warn)
 
 
-def submit_once(job: Job, key: str, warn: Callable[[str], None]) -> Submitted:
-    """Start a job, unless it was started with this key before; return its record.
+def submit_once(job: Job, key: str, warn: Callable[[str], None]) -> tuple[Submitted, bool]:
+    """Start a job, unless it was started with this key before; return its record, and whether it is new.
 
     If the process that started it was killed in the meantime, the start is completed.
 
@@ -173,12 +176,12 @@ def submit_once(job: Job, key: str, warn: Callable[[str], None]) -> Submitted:
                 hint="use another key for another job",
             )
         if known is not None and known.is_started:
-            return known
+            return known, False
         is_repeated = used.job_id and used.fingerprint == fingerprint
         request = resolve(job, used.job_id.removeprefix(f"{job.name}-") if is_repeated else None)
         plan = make_plan(request)
         used.write(request.job_id, fingerprint)
-        return submit_job(request, plan, warn)
+        return submit_job(request, plan, warn), True
 
 
 def record_job(request: LaunchRequest, native_id: str, warn: Callable[[str], None]) -> Submitted:

@@ -166,6 +166,7 @@ class Board:
         places: Folders that contain runs.
         sources: Files, URLs or lists of targets.
         access: Credentials for the ranks of the sources.
+        with_submitted: Whether to display all jobs that were submitted from this account.
     """
 
     def __init__(
@@ -173,8 +174,10 @@ class Board:
         places: Sequence[Path],
         sources: Sequence[str] = (),
         access: Access = Access(),  # noqa: B008
+        *,
+        with_submitted: bool = False,
     ) -> None:
-        self._runs = Runs(places)
+        self._runs = Runs(places, with_submitted=with_submitted)
         self._sources = sources
         self._access = access
         self._scraped: dict[str, ScrapedRun] = {}

@@ -11,7 +11,7 @@ from time import time
 from horovod_train.errors import HorovodTrainError, UserError, did_you_mean
 from horovod_train.events.file import EVENTS_FILE
 from horovod_train.launch.base import JobStatus
-from horovod_train.launch.jobs import STATE_FILE, StateFile, find_job
+from horovod_train.launch.jobs import STATE_FILE, StateFile, find_job, known_jobs
 from horovod_train.monitor.history import History, HistoryReader
 
 SILENT_S = 900.0
@@ -86,17 +86,22 @@ class Runs:
     Args:
         places: Folders of one run, of a job, or of several jobs.
         with_ranks: Whether to read the times of each rank, which need gigabytes for a thousand runs.
+        with_submitted: Whether to include the runs of all jobs that were submitted from this account.
     """
 
-    def __init__(self, places: Sequence[Path], *, with_ranks: bool = True) -> None:
+    def __init__(
+        self, places: Sequence[Path], *, with_ranks: bool = True, with_submitted: bool = False
+    ) -> None:
         self._places = places
         self._with_ranks = with_ranks
+        self._with_submitted = with_submitted
         self._known: dict[Path, Run] = {}
 
     def all(self) -> list[Run]:
         """Return the current runs, newest first."""
         found: dict[Path, float] = {}
-        for place in self._places:
+        submitted = (job.log_dir for job in known_jobs()) if self._with_submitted else ()
+        for place in [*self._places, *submitted]:
             for log_dir in folders_of_runs(place):
                 found[log_dir] = _changed_s(log_dir)
         newest = sorted(found, key=lambda folder: (-found[folder], str(folder)))[:MAX_RUNS]

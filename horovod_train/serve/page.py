@@ -1,11 +1,11 @@
-"""HTTP handlers of the web page: the page, its assets, and its data as JSON. No external assets.
+"""The web page: its assets, and its data as JSON. No external assets.
 
-/                  the page; a request with the token sets a cookie for later requests
-/page.js, ...      assets of the page; Plotly is read from its Python package
-/api/jobs          all runs
-/api/run?key=      one run, with the current metrics of its ranks
-/api/log?key=      the end of a run's log
-/api/end           ends a run; requires --allow-ending
+/                   the page; a request with the token sets a cookie for later requests
+/page.js, ...       assets of the page; Plotly is read from its Python package
+/page/jobs          all runs
+/page/run?key=      one run, with the current metrics of its ranks
+/page/log?key=      the end of a run's log
+/api/v1/            the HTTP API (``api.py``), which also ends jobs for the page
 /targets, /metrics  for Prometheus (``targets.py``)
 """
 
@@ -13,23 +13,26 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
-from typing import Literal
 
-from tornado.web import Application, HTTPError
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
-from horovod_train.errors import HorovodTrainError, UserError
-from horovod_train.launch.submit import submitted
+from horovod_train.errors import UserError
 from horovod_train.monitor.board import Board, DisplayedRun, Readings
 from horovod_train.monitor.live import Access
 from horovod_train.monitor.view import job_row, log_tail, run_document
-from horovod_train.serve import targets
-from horovod_train.serve.web import Guarded, Server, application
+from horovod_train.serve.api import JobsApi
+from horovod_train.serve.targets import add_targets
+from horovod_train.serve.tokens import Role, Tokens
+from horovod_train.serve.web import Server, Tls, application, json_response, read
 
 PORT = 9301
 MAX_JOBS_SHOWN = 200
@@ -37,58 +40,62 @@ OPEN_PAGE_S = 3.0
 """A page is open if its last request is at most this old, because it sends requests every two seconds."""
 
 PAGE_FILES = {
-    "page.js": "text/javascript; charset=utf-8",
-    "charts.js": "text/javascript; charset=utf-8",
-    "page.css": "text/css; charset=utf-8",
+    "page.js": "text/javascript",
+    "charts.js": "text/javascript",
+    "page.css": "text/css",
 }
-HOW = {"drain", "stop"}
+COOKIE_S = 24 * 3600
 
 
-class _Page(Guarded):
-    """Handler of the page."""
+class Page:
+    """Endpoints of the page.
 
-    def get(self) -> None:
-        """Send the page, and store the token of the URL in a cookie."""
-        if self.get_query_argument("token", ""):
+    Args:
+        board: Runs to display.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the endpoints to an application."""
+        endpoints: dict[str, Callable[..., Awaitable[Response]]] = {
+            "/": self.page,
+            "/plotly.js": self.plotly,
+            "/page/jobs": self.jobs,
+            "/page/run": self.run,
+            "/page/log": self.log,
+            **{f"/{name}": partial(_asset, name) for name in PAGE_FILES},
+        }
+        for path, endpoint in endpoints.items():
+            app.add_route(path, endpoint, methods=["GET"], include_in_schema=False)
+
+    async def page(self, request: Request) -> Response:
+        """Return the page, and store the token of the URL in a cookie."""
+        response = Response(_page_file("index.html"), media_type="text/html")
+        if token := request.query_params.get("token", ""):
             # Strict: requests from other sites do not contain the cookie. A script on the page removes the
             # token from the URL, because the cookie is not sent in a redirect after a link on another site.
-            self.set_cookie(
-                self.cookie_name, self.settings["token"], httponly=True, samesite="Strict", expires_days=1
+            response.set_cookie(
+                request.state.cookie,
+                token,
+                httponly=True,
+                samesite="strict",
+                max_age=COOKIE_S,
+                secure=request.url.scheme == "https",
             )
-        self.set_header("Content-Type", "text/html; charset=utf-8")
-        self.finish(_page_file("index.html"))
+        return response
 
+    async def plotly(self, request: Request) -> Response:
+        """Return the Plotly library, compressed if the browser accepts gzip. Browsers may cache it."""
+        headers = {"Cache-Control": "private, max-age=86400", "Vary": "Accept-Encoding"}
+        if "gzip" not in request.headers.get("accept-encoding", ""):
+            return Response(_plotly(), media_type="text/javascript", headers=headers)
+        headers["Content-Encoding"] = "gzip"
+        return Response(_plotly_compressed(), media_type="text/javascript", headers=headers)
 
-class _PageFile(Guarded):
-    """Handler of the page's assets."""
-
-    def get(self, name: str) -> None:
-        """Send an asset."""
-        self.set_header("Content-Type", PAGE_FILES[name])
-        self.finish(_page_file(name))
-
-
-class _Plotly(Guarded):
-    """Handler of the Plotly library. Browsers may cache it, because it does not change."""
-
-    def get(self) -> None:
-        """Send Plotly, compressed if the browser accepts gzip."""
-        self.set_header("Content-Type", "text/javascript; charset=utf-8")
-        self.set_header("Cache-Control", "private, max-age=86400")
-        self.set_header("Vary", "Accept-Encoding")
-        if "gzip" in self.request.headers.get("Accept-Encoding", ""):
-            self.set_header("Content-Encoding", "gzip")
-            self.finish(_plotly_compressed())
-        else:
-            self.finish(_plotly())
-
-
-class _Jobs(Guarded):
-    """Handler of the list of runs."""
-
-    async def get(self) -> None:
-        """Send the runs, newest start first."""
-        board: Board = self.settings["board"]
+    async def jobs(self, request: Request) -> Response:
+        """Return the runs, newest start first."""
 
         def begun(row: dict[str, object]) -> float:
             """Return the start time as sort key: unlike the time of the last write, it does not change."""
@@ -96,90 +103,35 @@ class _Jobs(Guarded):
             return found if isinstance(found, float) else float("-inf")
 
         def newest() -> list[dict[str, object]]:
-            rows = [job_row(run) for run in board.runs()[:MAX_JOBS_SHOWN]]
+            rows = [job_row(run) for run in self._board.runs()[:MAX_JOBS_SHOWN]]
             return sorted(rows, key=begun, reverse=True)
 
-        rows = await self.read(newest)
-        self.send_json({"jobs": rows, "may_end": self.settings["may_end"]})
+        rows = await read(request, newest)
+        return json_response({"jobs": rows, "may_end": request.state.role != "read"})
 
-
-class _Run(Guarded):
-    """Handler of one run."""
-
-    async def get(self) -> None:
-        """Send the data of a run."""
+    async def run(self, request: Request) -> Response:
+        """Return the data of a run."""
 
         def document() -> str:
-            run, readings = _looked_at(self)
+            run, readings = self._requested(request)
             return json.dumps(run_document(run, readings), separators=(",", ":"), allow_nan=False)
 
-        self.set_header("Content-Type", "application/json")
-        self.finish(await self.read(document))
+        return Response(await read(request, document), media_type="application/json")
 
+    async def log(self, request: Request) -> Response:
+        """Return the end of a run's log."""
+        text = await read(request, lambda: log_tail(self._requested(request)[0]))
+        return Response(text, media_type="text/plain")
 
-class _Log(Guarded):
-    """Handler of logs."""
-
-    async def get(self) -> None:
-        """Send the end of a run's log."""
-        text = await self.read(lambda: log_tail(_looked_at(self)[0]))
-        self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish(text)
-
-
-class _End(Guarded):
-    """Handler that ends runs."""
-
-    async def post(self) -> None:
-        """End a run. The status is 409, with a message, if that is not possible.
-
-        Raises:
-            HTTPError: 403: ending is not allowed; 400: invalid request; 404: no such run.
-        """
-        # Other sites cannot send this header without a CORS preflight request.
-        if not self.settings["may_end"] or self.request.headers.get("X-Requested-With") != "horovod_train":
-            raise HTTPError(403, reason="the page may not end jobs: start it with --allow-ending")
-        try:
-            request_body = json.loads(self.request.body)
-            how: Literal["drain", "stop"] = request_body["how"]
-            key = str(request_body["key"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise HTTPError(400) from error
-        if not isinstance(how, str) or how not in HOW:
-            raise HTTPError(400)
-        board: Board = self.settings["board"]
-        found = board.request_run(key)
+    def _requested(self, request: Request) -> tuple[DisplayedRun, Readings]:
+        found = self._board.request_run(request.query_params.get("key", ""))
         if found is None:
-            raise HTTPError(404)
-        try:
-            await self.read(lambda: end(found[0], how))
-        except (HorovodTrainError, OSError) as error:
-            self.set_status(409)
-            self.send_json({"message": str(error)})
-            return
-        self.send_json({"message": ""})
+            raise HTTPException(404, "no such run")
+        return found
 
 
-def end(run: DisplayedRun, how: Literal["drain", "stop"]) -> None:
-    """End a run as ``horovod-train drain`` and ``cancel`` do.
-
-    Raises:
-        HorovodTrainError: The run was not submitted on this machine, or cannot be ended from it.
-    """
-    job_id = f"{run.job}-{run.run_id}"
-    launcher, job = submitted(job_id)  # also matches names and ID prefixes, so the job is compared below
-    is_this_one = run.log_dir is not None and job.log_dir.resolve() == run.log_dir.resolve()
-    if job.job_id != job_id or not is_this_one:
-        raise UserError(f"{run.key} was not started with `run` or `submit` on this machine by this account")
-    launcher.cancel(job, how)
-
-
-def _looked_at(handler: Guarded) -> tuple[DisplayedRun, Readings]:
-    board: Board = handler.settings["board"]
-    found = board.request_run(handler.get_query_argument("key", ""))
-    if found is None:
-        raise HTTPError(404, reason="no such run")
-    return found
+async def _asset(name: str, _: Request) -> Response:
+    return Response(_page_file(name), media_type=PAGE_FILES[name])
 
 
 @cache
@@ -200,8 +152,8 @@ def _plotly_compressed() -> bytes:
 class PageServer(Server):
     """Server of the page. It detects whether a browser displays the page, and closes ``board``."""
 
-    def __init__(self, application: Application, host: str, port: int, board: Board) -> None:
-        super().__init__(application, host, port)
+    def __init__(self, app: FastAPI, host: str, port: int, board: Board, tls: Tls | None = None) -> None:
+        super().__init__(app, host, port, tls)
         self._board = board
         self.at_close = board.close
 
@@ -222,39 +174,37 @@ def serve_page(
     host: str,
     port: int,
     token: str,
-    may_end: bool,
+    token_file: Path | None = None,
+    most: Role = "read",
+    tls: Tls | None = None,
     access: Access = Access(),  # noqa: B008  (it is frozen)
+    with_submitted: bool = False,
 ) -> PageServer:
-    """Serve the page, and targets and metrics of jobs for Prometheus.
+    """Serve the page, the HTTP API, and targets and metrics of jobs for Prometheus.
 
     Args:
         places: Folders that contain runs.
         sources: Files, URLs or lists of targets.
         host: Address to listen on.
         port: Port; 0: any free port.
-        token: Token that requests must contain.
-        may_end: Whether jobs can be ended from the page.
+        token: Token in the address of the page; it may end jobs if ``most`` allows it, and not submit them.
+        token_file: File with further tokens and their roles; None: there is none.
+        most: Highest role of any token.
+        tls: Certificate and key; None: HTTP.
         access: Credentials for the ranks of the sources.
+        with_submitted: Whether to display all jobs that were submitted from this account.
 
     Raises:
-        UserError: The server cannot listen on this address and port.
+        UserError: The server cannot listen on this address and port, or a file cannot be used.
     """
-    handlers = [
-        ("/", _Page),
-        (f"/({'|'.join(map(_escaped, PAGE_FILES))})", _PageFile),
-        (r"/plotly\.js", _Plotly),
-        ("/api/jobs", _Jobs),
-        ("/api/run", _Run),
-        ("/api/log", _Log),
-        ("/api/end", _End),
-        *targets.HANDLERS,
-    ]
-    board = Board(places, sources, access)
+    app = application(host, Tokens(token, token_file, most), has_api=True)
+    board = Board(places, sources, access, with_submitted=with_submitted)
+    Page(board).add_to(app)
+    JobsApi().add_to(app)
+    add_targets(app, places, with_submitted=with_submitted)
     Thread(target=_plotly_compressed, daemon=True).start()  # so that no request waits for it
-    settings = {"board": board, "may_end": may_end, **targets.settings_of(places)}
-    made = application(handlers, host, token, settings)
-    return PageServer(made, host, port, board)
-
-
-def _escaped(name: str) -> str:
-    return name.replace(".", r"\.")
+    try:
+        return PageServer(app, host, port, board, tls)
+    except UserError:
+        board.close()
+        raise

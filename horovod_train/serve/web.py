@@ -8,144 +8,258 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import json
 import logging
-import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Event, Thread
+from time import monotonic
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from tornado.httpserver import HTTPServer
-from tornado.web import Application, HTTPError, RequestHandler
+import uvicorn
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from horovod_train import __version__
 from horovod_train.errors import UserError
+from horovod_train.serve.tokens import Tokens
 
-MAX_BODY_BYTES = 16 * 1024
+API = "/api/v1"
+MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 IDLE_S = 30.0
-"""Time after which idle connections, and requests with an incomplete body, are closed."""
+"""Time after which a connection is closed: without a complete request, or without reading the response."""
 
-TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (name of a variable)
+RATE_PER_S = 50.0
+BURST = 1000
+"""Requests of a token: ``RATE_PER_S`` on average, and at most ``BURST`` at once."""
+
+SECURITY_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+}
+SAFE_METHODS = {"GET", "HEAD"}
 Result = TypeVar("Result")
 
 
-class Guarded(RequestHandler):
-    """Request handler that requires authorization.
+@dataclass(frozen=True)
+class Tls:
+    """Files of the server's certificate chain and of its private key."""
 
-    Settings of its application: ``names`` (accepted host names; empty: any), ``token`` (None: not required),
-    ``reader`` (executor with one thread, which runs blocking functions).
-    """
-
-    def set_default_headers(self) -> None:
-        """Set headers against external content, embedding in other sites, and content sniffing."""
-        self.clear_header("Server")
-        self.set_header("Cache-Control", "no-store")
-        self.set_header("X-Content-Type-Options", "nosniff")
-        self.set_header("X-Frame-Options", "DENY")
-        self.set_header("Referrer-Policy", "no-referrer")
-        self.set_header(
-            "Content-Security-Policy",
-            "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
-            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-        )
-
-    def prepare(self) -> None:
-        """Reject unauthorized requests.
-
-        Raises:
-            HTTPError: 400: unknown host name; 401: missing or wrong token; 403: another origin.
-        """
-        try:
-            named = urlsplit(f"//{self.request.host}")
-            host, self._port = named.hostname or "", named.port or 80
-        except ValueError:
-            raise HTTPError(400, reason="invalid Host header") from None
-        names = self.settings["names"]
-        if names and host.lower() not in names:
-            raise HTTPError(400, reason="the host name is not accepted by this server")
-        origin = self.request.headers.get("Origin")
-        if origin is not None and origin.partition("://")[2] != self.request.host:
-            raise HTTPError(403, reason="request from another origin")
-        if self.settings["token"] is not None and not self.is_known():
-            raise HTTPError(401, reason="the token is missing or wrong: use the address that was printed")
-
-    @property
-    def cookie_name(self) -> str:
-        """Name of the cookie, with the port, because browsers share cookies between ports of a host."""
-        return f"horovod_train_{self._port}"
-
-    def is_known(self) -> bool:
-        """Return whether the request contains the token, as query argument, cookie or header."""
-        given = [
-            self.get_query_argument("token", ""),
-            self.get_cookie(self.cookie_name, "") or "",
-            self.request.headers.get("Authorization", "").removeprefix("Bearer "),
-        ]
-        wanted: str = self.settings["token"]
-        return any(hmac.compare_digest(each.encode(), wanted.encode()) for each in given)
-
-    async def read(self, call: Callable[[], Result]) -> Result:
-        """Run a blocking function in the reader thread and return its result. Functions run one at a time."""
-        reader: ThreadPoolExecutor = self.settings["reader"]
-        return await asyncio.get_running_loop().run_in_executor(reader, call)
-
-    def write_error(self, status_code: int, **_: object) -> None:
-        """Send status and reason, without details of the server."""
-        self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish(f"{status_code} {self._reason}\n")
-
-    def log_exception(self, *args: object) -> None:
-        """Log exceptions of the server, but not errors of requests."""
-        if not isinstance(args[1], HTTPError):
-            super().log_exception(*args)  # type: ignore[arg-type]
-
-    def send_json(self, document: object) -> None:
-        """Send a JSON document."""
-        self.set_header("Content-Type", "application/json")
-        self.finish(json.dumps(document, separators=(",", ":"), allow_nan=False))
+    certificate: Path
+    key: Path
 
 
-class NotFound(Guarded):
-    """Handler of unknown paths."""
+@dataclass
+class Allowance:
+    """Token bucket: the number of requests that a client may still send at once."""
 
-    def prepare(self) -> None:
-        """Reject the request: with 404 only if it is authorized."""
-        super().prepare()
-        raise HTTPError(404)
+    left: float = BURST
+    counted_s: float = field(default_factory=monotonic)
+
+    def take(self) -> float:
+        """Take a request; return 0, or the time in seconds after which it may be repeated."""
+        now_s = monotonic()
+        self.left = min(BURST, self.left + (now_s - self.counted_s) * RATE_PER_S)
+        self.counted_s = now_s
+        if self.left < 1:
+            return (1 - self.left) / RATE_PER_S
+        self.left -= 1
+        return 0.0
 
 
-def application(
-    handlers: Sequence[tuple[str, type[RequestHandler]]],
-    host: str,
-    token: str | None,
-    settings: Mapping[str, object],
-) -> Application:
-    """Return an application of guarded handlers.
+class Refusal(Exception):  # noqa: N818  (part of the normal flow)
+    """A request that is rejected before it reaches its endpoint."""
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.headers = status, message, headers or {}
+
+
+class Guard:
+    """ASGI middleware: rejects unauthorized requests, limits bodies, and sets headers of responses.
+
+    The role of the request's token is in ``request.state.role``.
 
     Args:
-        handlers: Path pattern and class of each handler.
-        host: Address that the server will listen on.
-        token: Token that requests must contain; None: no token.
-        settings: Further settings for the handlers.
+        app: Application behind this middleware.
+        names: Accepted host names; empty: any.
+        tokens: Accepted tokens; None: no token is required, and the role is ``read``.
     """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str], tokens: Tokens | None) -> None:
+        self._app = app
+        self._names = names
+        self._tokens = tokens
+        self._allowances: dict[int, Allowance] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            self._check(Request(scope))
+            body = await _body(Headers(scope=scope), receive)
+        except Refusal as refusal:
+            response = refused(scope, refusal.status, refusal.message)
+            response.headers.update(refusal.headers)
+            await response(scope, receive, send_with_headers)
+            return
+        await self._app(scope, _replay(body, receive), send_with_headers)
+
+    def _check(self, request: Request) -> None:
+        """Raise ``Refusal`` for an unauthorized request, and set the role and the name of the cookie."""
+        given = request.headers.get("host", "")
+        try:
+            named = urlsplit(f"//{given}")
+            host, port = named.hostname or "", named.port or 80
+        except ValueError:
+            raise Refusal(400, "invalid Host header") from None
+        if self._names and host.lower() not in self._names:
+            raise Refusal(400, "the host name is not accepted by this server")
+        origin = request.headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != given:
+            raise Refusal(403, "request from another origin")
+        # Browsers share cookies between the ports of a host.
+        request.state.cookie = f"horovod_train_{port}"
+        request.state.role = "read"
+        if self._tokens is None:
+            return
+        cookie = request.cookies.get(request.state.cookie, "")
+        sent = [
+            request.query_params.get("token", ""),
+            request.headers.get("authorization", "").removeprefix("Bearer "),
+        ]
+        known = self._tokens.find(sent)
+        # Browsers send the origin with every request that changes something.
+        if known is None and (request.method in SAFE_METHODS or origin is not None):
+            known = self._tokens.find([cookie])
+        if known is None:
+            raise Refusal(
+                401,
+                "the token is missing or wrong: use the address that was printed",
+                {"WWW-Authenticate": "Bearer"},
+            )
+        wait_s = self._allowances.setdefault(known.number, Allowance()).take()
+        if wait_s:
+            raise Refusal(429, "too many requests", {"Retry-After": str(max(1, round(wait_s)))})
+        request.state.role = known.role
+
+
+async def _body(headers: Headers, receive: Receive) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        Refusal: It is too large, or is not complete after ``IDLE_S``.
+    """
+    too_large = Refusal(413, f"the body is larger than {MAX_BODY_BYTES} bytes", {"Connection": "close"})
+    length = headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(IDLE_S):
+            while True:
+                message = await receive()
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise Refusal(408, "the request was not complete in time", {"Connection": "close"}) from None
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a ``receive`` that first returns a body that was read, and then waits for the disconnection."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replayed
+
+
+def refused(scope: Scope, status: int, message: str) -> Response:
+    """Return a response for an error: JSON for the API, else text."""
+    if scope["path"].startswith(API):
+        document = {"kind": "request", "message": message, "hint": "", "problems": []}
+        return JSONResponse(document, status)
+    return PlainTextResponse(f"{status} {message}\n", status)
+
+
+def application(host: str, tokens: Tokens | None, *, has_api: bool = False) -> FastAPI:
+    """Return an application without endpoints, whose requests are guarded.
+
+    Args:
+        host: Address that the server will listen on.
+        tokens: Accepted tokens; None: no token is required.
+        has_api: Whether to serve an OpenAPI document.
+    """
+    made = FastAPI(
+        title="horovod_train",
+        version=__version__,
+        openapi_url=f"{API}/openapi.json" if has_api else None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan,
+    )
+
+    @made.exception_handler(HTTPException)
+    async def explain(request: Request, error: HTTPException) -> Response:
+        response = refused(request.scope, error.status_code, error.detail)
+        response.headers.update(error.headers or {})
+        return response
+
     # Responses are compressed, because the page repeatedly requests JSON that is mostly numbers.
-    made = Application(list(handlers), default_handler_class=NotFound, compress_response=True)
-    made.settings |= {"names": names_of(host), "token": token, "reader": ThreadPoolExecutor(1), **settings}
+    made.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
+    made.add_middleware(Guard, names=names_of(host), tokens=tokens)
     return made
 
 
-def token_of_environment() -> str | None:
-    """Return the token in the environment variable; None: it is not set, or empty."""
-    return os.environ.get(TOKEN_VARIABLE) or None
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    app.state.reader = ThreadPoolExecutor(1)
+    yield
+    app.state.reader.shutdown(wait=False, cancel_futures=True)
 
 
-def make_token() -> str:
-    """Return a random token."""
-    return os.urandom(16).hex()
+async def read(request: Request, call: Callable[[], Result]) -> Result:
+    """Run a blocking function in the reader thread and return its result. Functions run one at a time."""
+    return await asyncio.get_running_loop().run_in_executor(request.app.state.reader, call)
+
+
+def json_response(document: object) -> Response:
+    """Return a JSON response."""
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    return Response(text, media_type="application/json")
 
 
 def names_of(host: str) -> tuple[str, ...]:
@@ -156,6 +270,63 @@ def names_of(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([name, "127.0.0.1", "localhost", "::1"]))
 
 
+class _Protocol(H11Protocol):
+    """HTTP/1.1 connection that is closed if the client does not send a request, or read the response.
+
+    uvicorn itself limits only the time between two requests of a connection.
+    """
+
+    _waiting_since_s: float | None = None
+    """Time since which a request is expected; None: one is being handled."""
+    _blocked_since_s: float | None = None
+    """Time since which the response cannot be sent."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._waiting_since_s = self.loop.time()
+        self._timer = self.loop.call_later(IDLE_S / 4, self._close_if_idle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._blocked_since_s = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._blocked_since_s = None
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        self._waiting_since_s = self.loop.time()
+        super().on_response_complete()
+
+    def _close_if_idle(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._waiting_since_s = None
+        oldest_s = min(
+            (each for each in (self._waiting_since_s, self._blocked_since_s) if each is not None),
+            default=self.loop.time(),
+        )
+        if self.loop.time() - oldest_s > IDLE_S:
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(IDLE_S / 4, self._close_if_idle)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Server that reports when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+
 class Server:
     """HTTP server of an application, in its own thread.
 
@@ -163,16 +334,39 @@ class Server:
         application: Application to serve.
         host: Address to listen on.
         port: Port; 0: any free port.
+        tls: Certificate and key; None: HTTP.
 
     Attributes:
         port: Port that the server listens on.
         at_close: Called after the server has stopped.
 
     Raises:
-        UserError: The port is in use, or the address is not an address of this host.
+        UserError: The port is in use, the address is not an address of this host, or the certificate or its
+            key cannot be read.
     """
 
-    def __init__(self, application: Application, host: str, port: int) -> None:
+    def __init__(self, application: ASGIApp, host: str, port: int, tls: Tls | None = None) -> None:
+        config = uvicorn.Config(
+            application,
+            http=_Protocol,
+            ws="none",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=1,
+            backlog=128,
+            ssl_certfile=tls.certificate if tls else None,
+            ssl_keyfile=tls.key if tls else None,
+        )
+        try:
+            config.load()
+        except OSError as error:  # ssl.SSLError is one
+            raise UserError(
+                f"the certificate or its key cannot be used: {error}",
+                hint="--tls-cert and --tls-key expect files in PEM format that belong together",
+            ) from error
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family, backlog=128)
@@ -183,45 +377,34 @@ class Server:
             ) from error
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
-        self._application = application
         self.at_close: Callable[[], None] = lambda: None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_up, self._has_ended = Event(), Event()
+        logging.getLogger("uvicorn.error").addFilter(_is_exception)
+        self._server = _Uvicorn(config)
+        self._has_ended = Event()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
-        self._is_up.wait()
+        self._server.is_up.wait()
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            self._server.run([self._socket])
         finally:
             self._has_ended.set()
 
-    async def _serve(self) -> None:
-        logging.getLogger("tornado.access").setLevel(logging.CRITICAL)
-        logging.getLogger("tornado.general").setLevel(logging.CRITICAL)  # malformed requests
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        server = HTTPServer(
-            self._application,
-            idle_connection_timeout=IDLE_S,
-            body_timeout=IDLE_S,
-            max_body_size=MAX_BODY_BYTES,
-            max_header_size=MAX_HEADER_BYTES,
-        )
-        server.add_socket(self._socket)
-        self._is_up.set()
-        await self._over.wait()
-        server.stop()
-        await server.close_all_connections()
-
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
-        if not self._has_ended.is_set() and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._over.set)
+        if not self._has_ended.is_set():
+            self._server.should_exit = True
             self._thread.join(5)
+            self._socket.close()
             self.at_close()
 
     def wait(self) -> None:
         """Block until the server is closed."""
         # Not join(): Python 3.11 regards a thread as ended if its join() was interrupted (bpo-45274).
         self._has_ended.wait()
+
+
+def _is_exception(record: logging.LogRecord) -> bool:
+    """Return whether uvicorn logs an exception of this program, and not a malformed request."""
+    return record.exc_info is not None

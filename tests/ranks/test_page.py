@@ -59,7 +59,7 @@ def served(tmp_path, monkeypatch):
     ranks = ServedRanks([0.02, 0.02, 0.045, 0.02], free_port())
     server = serve_page(
         [], [str(ranks.write_targets(tmp_path / "targets.json"))],
-        host="127.0.0.1", port=0, token=TOKEN, may_end=False,
+        host="127.0.0.1", port=0, token=TOKEN,
     )  # fmt: skip
     yield ranks, f"http://127.0.0.1:{server.port}/?token={TOKEN}"
     server.close()
@@ -68,7 +68,7 @@ def served(tmp_path, monkeypatch):
 
 @pytest.fixture
 def page_of_ended(ended):
-    server = serve_page([ended], [], host="127.0.0.1", port=0, token=TOKEN, may_end=False)
+    server = serve_page([ended], [], host="127.0.0.1", port=0, token=TOKEN)
     yield f"http://127.0.0.1:{server.port}/?token={TOKEN}"
     server.close()
 

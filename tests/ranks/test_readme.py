@@ -110,7 +110,7 @@ def test_after_it_the_page_shows_the_run_that_has_ended(trained, verb):
             lines = iter(page.stdout.readline, "")
             found = (re.search(r"(http://\S+/)\?token=(\S+)", line) for line in lines)
             address, token = next(filter(None, found)).groups()
-            asked = Request(f"{address}api/jobs", headers={"Authorization": f"Bearer {token}"})  # noqa: S310
+            asked = Request(f"{address}page/jobs", headers={"Authorization": f"Bearer {token}"})  # noqa: S310
             with urlopen(asked, timeout=TIMEOUT_S) as answer:  # noqa: S310
                 (job,) = json.load(answer)["jobs"]
         finally:

@@ -91,7 +91,7 @@ ROOMS = {
     "monitor": BASICS
     | {"config", "events", "launch.base", "launch.jobs"}
     | {"telemetry.metric", "telemetry.catalog", "telemetry.waiting"},
-    "serve": BASICS | {"events", "launch.submit", "monitor"},
+    "serve": BASICS | {"config", "events", "launch.base", "launch.jobs", "client", "monitor", "__init__"},
     "report": BASICS | {"config", "events", "launch.base", "monitor"},
     "doctor": BASICS | {"config", "events", "checks", "launch"},
     "tasks": set(),
@@ -164,9 +164,11 @@ OUTSIDE = {
     "click": {"cli"},
     "rich": {"launch", "cli"},
     "prometheus_client": {"telemetry", "monitor", "serve"},
-    "tornado": {"serve"},
+    "fastapi": {"serve"},
+    "starlette": {"serve"},
+    "uvicorn": {"serve"},
     "plotly": {"serve"},
-    "pydantic": {"config", "checkpoint", "events", "launch"},
+    "pydantic": {"config", "checkpoint", "events", "launch", "serve"},
     "mpi4py": {"frameworks"},
 }
 

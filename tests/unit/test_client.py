@@ -9,76 +9,33 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
+from support.fake_launcher import FakeLauncher, progress, summary, write_events
 
-from horovod_train import client
+from horovod_train.client import local as client
+from horovod_train.client.handle import JobHandle
 from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError, JobFailedError, UserError
-from horovod_train.events.file import EVENTS_FILE, EventsFile
-from horovod_train.events.types import Evaluation, Notice, Progress, Summary
+from horovod_train.events.types import Evaluation, Notice
 from horovod_train.events.wire import to_line
 from horovod_train.launch import submit as submitting
-from horovod_train.launch.base import JobStatus, LaunchPlan, PolledLauncher, Submitted
+from horovod_train.launch.base import JobStatus, Submitted
 
 DIGITS = {"name": "j", "task": "digits", "train": {"epochs": 2}}
-
-
-class Launcher(PolledLauncher):
-    """Its jobs have a status and an output; it notes how they are ended."""
-
-    has_local_files = True
-    poll_s = 0.01
-
-    def __init__(self):
-        self.now, self.lines, self.asked, self.requests = JobStatus("running"), [], [], []
-
-    def plan(self, request):
-        self.requests.append(request)
-        return LaunchPlan(("true",))
-
-    def submit(self, request, plan):
-        return "4711"
-
-    def status(self, job):
-        return self.now
-
-    def logs(self, job, *, follow):
-        yield from self.lines
-
-    def cancel(self, job, how):
-        self.asked.append(how)
-        self.now = JobStatus("cancelled", 143)
 
 
 @pytest.fixture
 def launcher(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
-    made = Launcher()
+    made = FakeLauncher()
     for module in (client, submitting):
         monkeypatch.setattr(module, "launcher_named", lambda name: made)
     return made
 
 
 def handle(folder, events=()):
-    writer = EventsFile(folder / EVENTS_FILE)
-    for event in events:
-        writer.write(event, 0)
-    writer.close()
-    return client.JobHandle(Submitted("j-1", "fake", "1", folder, 5.0))
-
-
-def progress(step, loss, **numbers):
-    return Progress(
-        step=step, num_steps=9, epoch=0, num_epochs=1, loss=loss, lr=0.1, samples_per_s=None, eta_s=None,
-        numbers=numbers,
-    )  # fmt: skip
-
-
-def summary(**fields):
-    known = dict.fromkeys(("epochs", "seconds", "samples_per_s", "base_lr", "peak_lr"), 0.0)
-    numbers = dict.fromkeys(("steps", "world_size", "global_batch_size", "reference_batch_size"), 1)
-    rest = {"job": "j", "lr_scaling": "none", "metrics_addresses": (), "metrics": {}, "checkpoint": ""}
-    return Summary(**{**known, **numbers, **rest, **fields})
+    write_events(folder, *events)
+    return JobHandle(client.LocalJob(Submitted("j-1", "fake", "1", folder, 5.0)))
 
 
 class TestSubmit:
@@ -185,7 +142,7 @@ class TestAHandle:
             "[1,1]<stdout>:hello",
             to_line(Notice(text="slow"), 1),
         ]
-        made = client.JobHandle(Submitted("j-1", "fake", "1", tmp_path / "none", 5.0))
+        made = JobHandle(client.LocalJob(Submitted("j-1", "fake", "1", tmp_path / "none", 5.0)))
 
         assert made.metrics()["loss"] == [(1, 2.0)]
         assert [(record.time_unix_s, record.rank) for record in made.events()] == [(5.0, 0), (5.0, 1)]
@@ -215,7 +172,7 @@ def test_is_imported_quickly_and_without_a_framework():
 def test_the_documentation_lists_every_call():
     page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
     table = page[page.index("| call |") : page.index("- **Errors**")]
-    public = {name for name in dir(client.JobHandle) if not name.startswith("_")}
+    public = {name for name in dir(JobHandle) if not name.startswith("_")}
 
     assert set(re.findall(r"`job\.(\w+)", table)) == public
     assert set(re.findall(r"`ht\.(\w+)", table)) == {"submit", "job", "jobs"}

@@ -468,7 +468,7 @@ class TestSubmittingOnce:
         return Job(name="j", task="digits", run_dir=str(tmp_path))
 
     def test_starts_one_job_for_a_key_and_another_for_another(self, launcher, job):
-        first, again, other = (submit_once(job, key, print) for key in ("a", "a", "b"))
+        first, again, other = (submit_once(job, key, print)[0] for key in ("a", "a", "b"))
 
         assert first == again != other
         assert len(launcher.started) == 2
@@ -476,7 +476,7 @@ class TestSubmittingOnce:
 
     def test_at_the_same_time_starts_one(self, launcher, job):
         with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda _: submit_once(job, "a", print).job_id, range(8)))
+            found = list(pool.map(lambda _: submit_once(job, "a", print)[0].job_id, range(8)))
 
         assert len(set(found)) == len(launcher.started) == 1
 
@@ -488,12 +488,12 @@ class TestSubmittingOnce:
         (known,) = known_jobs()
         launcher.killed = ""
 
-        assert submit_once(job, "a", print).job_id == known.job_id
+        assert submit_once(job, "a", print)[0].job_id == known.job_id
         assert known.native_id == "early/"
         assert [known.log_dir.name] == launcher.started
 
     def test_refuses_a_key_that_another_job_has(self, launcher, job):
-        first = submit_once(job, "a", print)
+        first, _ = submit_once(job, "a", print)
 
         with pytest.raises(KeyUsedError, match=rf"the key 'a' was used for {first.job_id}"):
             submit_once(job.model_copy(update={"name": "k"}), "a", print)
@@ -505,15 +505,16 @@ class TestSubmittingOnce:
         assert not list(known_jobs())
         launcher.rejected = False
 
-        changed = submit_once(job.model_copy(update={"name": "k"}), "a", print)
+        changed, is_new = submit_once(job.model_copy(update={"name": "k"}), "a", print)
 
+        assert is_new
         assert [each.job_id for each in known_jobs()] == [changed.job_id]
 
     def test_does_not_look_into_the_folder_of_a_job_that_was_started(self, launcher, job):
-        first = submit_once(job, "a", print)
+        first, _ = submit_once(job, "a", print)
         launcher.killed = "before"
 
-        assert submit_once(job, "a", print) == first
+        assert submit_once(job, "a", print) == (first, False)
 
     def test_ignores_a_key_file_whose_write_was_interrupted(self, launcher, job):
         submit_once(job, "a", print)

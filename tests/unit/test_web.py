@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import signal
 import socket
 import subprocess
@@ -12,14 +11,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
 
 from horovod_train.cli.cmd_serve import page_addresses
 from horovod_train.cli.main import cli
-from horovod_train.errors import LaunchError, UserError
+from horovod_train.errors import UserError
 from horovod_train.events.file import EventsFile, opened
 from horovod_train.serve import page as ui_module
 from horovod_train.serve import targets as targets_server
@@ -45,18 +43,9 @@ def runs(tmp_path):
 
 @pytest.fixture
 def page(runs):
-    server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN, may_end=False)
+    server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN)
     yield server.port
     server.close()
-    server.close()
-
-
-@pytest.fixture
-def ending_page(runs, monkeypatch):
-    ended = []
-    monkeypatch.setattr(ui_module, "end", lambda run, how: ended.append((run.key, how)))
-    server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN, may_end=True)
-    yield server.port, ended
     server.close()
 
 
@@ -66,7 +55,8 @@ def ask(port, path, method="GET", body=None, **headers):
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, body, given)
         answer = connection.getresponse()
-        return answer.status, dict(answer.getheaders()), answer.read().decode()
+        found = {name.title(): value for name, value in answer.getheaders()}
+        return answer.status, found, answer.read().decode()
     finally:
         connection.close()
 
@@ -89,9 +79,9 @@ PATHS = [
     "/page.css",
     "/charts.js",
     "/plotly.js",
-    "/api/jobs",
-    "/api/run?key=j/r",
-    "/api/log?key=j/r",
+    "/page/jobs",
+    "/page/run?key=j/r",
+    "/page/log?key=j/r",
 ]
 
 
@@ -109,7 +99,7 @@ def test_nothing_is_read_without_the_token(page, path, headers):
 
 @pytest.mark.parametrize("token", [TOKEN[:-1], TOKEN[:1], "", TOKEN + "x", TOKEN.upper(), "é"])
 def test_a_part_of_the_token_is_none(page, token):
-    assert ask(page, "/api/jobs", Authorization=f"Bearer {token}".encode())[0] == 401
+    assert ask(page, "/page/jobs", Authorization=f"Bearer {token}".encode())[0] == 401
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:abc", "127.0.0.1:99999999", "[::1", "[", "a]"])
@@ -136,31 +126,31 @@ def test_the_token_becomes_a_cookie_that_scripts_and_other_pages_do_not_get(page
     cookie = headers["Set-Cookie"]
     assert cookie.startswith(f"horovod_train_{page}=")
     assert "HttpOnly" in cookie
-    assert "SameSite=Strict" in cookie
-    assert ask(page, "/api/jobs", Cookie=cookie.partition(";")[0])[0] == 200
+    assert "samesite=strict" in cookie.lower()
+    assert ask(page, "/page/jobs", Cookie=cookie.partition(";")[0])[0] == 200
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "null"])
 def test_another_origin_is_refused(page, origin):
-    assert ask(page, "/api/jobs", Origin=origin, **KNOWN)[0] == 403
+    assert ask(page, "/page/jobs", Origin=origin, **KNOWN)[0] == 403
 
 
 def test_its_own_origin_is_not(page):
-    assert ask(page, "/api/jobs", Origin=f"http://127.0.0.1:{page}", **KNOWN)[0] == 200
+    assert ask(page, "/page/jobs", Origin=f"http://127.0.0.1:{page}", **KNOWN)[0] == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "[::2]", "localhost.evil.example"])
 def test_another_name_for_this_address_is_refused(page, host):
     """A page of evil.example could let its name point here, and would be of the same origin."""
-    assert ask(page, "/api/jobs", Host=host, **KNOWN)[0] == 400
+    assert ask(page, "/page/jobs", Host=host, **KNOWN)[0] == 400
 
 
 @pytest.mark.parametrize(
     "path",
     [
         "/../secret.txt", "/..%2fsecret.txt", "/page.js/../../../secret.txt", "/%2e%2e/%2e%2e/etc/passwd",
-        "//etc/passwd", "/api/run?key=../secret.txt", "/api/log?key=..%2f..%2fetc", "/api/run?key=",
-        "/api/log", "/api/run?key=j/r/../../..", "/page.css%00.js",
+        "//etc/passwd", "/page/run?key=../secret.txt", "/page/log?key=..%2f..%2fetc", "/page/run?key=",
+        "/page/log", "/page/run?key=j/r/../../..", "/page.css%00.js",
     ],
 )  # fmt: skip
 def test_nothing_outside_is_ever_read(page, path):
@@ -171,98 +161,36 @@ def test_nothing_outside_is_ever_read(page, path):
     assert "root:" not in text
 
 
-class TestEnding:
-    ASKED = json.dumps({"key": "j/r", "how": "drain"})
-    OURS: ClassVar = {"X_Requested_With": "horovod_train", **KNOWN}
-
-    def test_is_refused_where_it_was_not_allowed(self, page):
-        status, _, text = ask(page, "/api/end", "POST", self.ASKED, **self.OURS)
-
-        assert status == 403
-        assert "--allow-ending" in text
-
-    @pytest.mark.parametrize(
-        "headers",
-        [{}, KNOWN, {"X_Requested_With": "horovod_train"}, {**OURS, "Origin": "http://evil.example"}],
-    )
-    def test_needs_the_token_and_to_be_asked_by_the_page(self, ending_page, headers):
-        port, ended = ending_page
-
-        assert ask(port, "/api/end", "POST", self.ASKED, **headers)[0] in (401, 403)
-        assert not ended
-
-    @pytest.mark.parametrize(
-        ("body", "status"),
-        [
-            ("", 400), ("[]", 400), ("{", 400), ('{"key": "j/r"}', 400),
-            ('{"key": "j/r", "how": "kill -9"}', 400),
-            ('{"key": "j/r", "how": ["drain"]}', 400), (8_000 * "[", 400),
-            ('{"key": "x/y", "how": "drain"}', 404),
-        ],
-    )  # fmt: skip
-    def test_what_is_not_understood_ends_nothing(self, ending_page, body, status):
-        port, ended = ending_page
-
-        assert ask(port, "/api/end", "POST", body, **self.OURS)[0] == status
-        assert not ended
-        assert ask(port, "/api/end", **self.OURS)[0] == 405
-
-    def test_ends_the_run_that_was_meant(self, ending_page):
-        port, ended = ending_page
-
-        assert ask(port, "/api/end", "POST", self.ASKED, **self.OURS)[0] == 200
-        assert ended == [("j/r", "drain")]
-
-    def test_says_why_it_cannot(self, runs, monkeypatch):
-        def refuse(run, how):
-            raise LaunchError("it is carried out elsewhere")
-
-        monkeypatch.setattr(ui_module, "end", refuse)
-        server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN, may_end=True)
-        try:
-            status, _, text = ask(server.port, "/api/end", "POST", self.ASKED, **self.OURS)
-        finally:
-            server.close()
-
-        assert status == 409
-        assert "carried out elsewhere" in text
-
-    def test_a_run_that_this_machine_has_not_started_is_said_so(self, page, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-        with pytest.raises(UserError, match="no job 'j-r'"):
-            ui_module.end(type("Run", (), {"job": "j", "run_id": "r"}), "drain")
-
-
 def test_malformed_requests_disturb_nobody(page):
     for data in (
         b"\0" * 5000, b"GET", b"GET /\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 200_000,
-        b"POST /api/end HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n",
-        b"POST /api/end HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -5\r\n\r\n",
-        b"POST /api/end HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /api/v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n",
+        b"POST /api/v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -5\r\n\r\n",
+        b"POST /api/v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"\xff\xfe / HTTP/1.1\r\n\r\n",
     ):  # fmt: skip
         answer = raw(page, data)
         assert not answer or answer.startswith(b"HTTP/1.1 4"), answer[:80]
 
-    assert ask(page, "/api/jobs", **KNOWN)[0] == 200
+    assert ask(page, "/page/jobs", **KNOWN)[0] == 200
 
 
 def test_five_hundred_at_the_same_time_are_all_answered(page):
     with ThreadPoolExecutor(50) as pool:
-        statuses = list(pool.map(lambda _: ask(page, "/api/jobs", **KNOWN)[0], range(500)))
+        statuses = list(pool.map(lambda _: ask(page, "/page/jobs", **KNOWN)[0], range(500)))
 
     assert statuses == [200] * 500
 
 
 def test_who_does_not_ask_or_read_holds_up_nobody_and_is_closed(runs, monkeypatch):
     monkeypatch.setattr(web_module, "IDLE_S", 0.5)
-    server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN, may_end=False)
+    server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN)
     try:
         silent = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(100)]
         for connection in silent[:50]:
             connection.sendall(b"GET /plotly.js HTTP/1.1\r\nHost: 127.0.0.1\r\n")  # and no end
-        assert ask(server.port, "/api/jobs", **KNOWN)[0] == 200
+        assert ask(server.port, "/page/jobs", **KNOWN)[0] == 200
         time.sleep(1.5)
         for connection in silent:
             connection.settimeout(5)

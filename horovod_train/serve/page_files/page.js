@@ -237,7 +237,7 @@ async function showRun(run) {
 }
 
 async function showLog(key) {
-  const text = await (await ask(`/api/log?key=${encodeURIComponent(key)}`)).text();
+  const text = await (await ask(`/page/log?key=${encodeURIComponent(key)}`)).text();
   const log = at("log");
   const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
   put(log, text || "no log on this host");
@@ -246,11 +246,11 @@ async function showLog(key) {
 
 async function look() {
   try {
-    const document_ = await (await ask("/api/jobs")).json();
+    const document_ = await (await ask("/page/jobs")).json();
     mayEnd = document_.may_end;
     showJobs(document_.jobs);
     if (shown !== null) {
-      lastRun = await (await ask(`/api/run?key=${encodeURIComponent(shown)}`)).json();
+      lastRun = await (await ask(`/page/run?key=${encodeURIComponent(shown)}`)).json();
       await showRun(lastRun);
       if (round++ % LOG_EVERY === 0) await showLog(shown);
     }
@@ -269,13 +269,10 @@ async function look() {
 async function end(how, question) {
   const key = shown; // the selection may change while the dialog is open
   if (!confirm(`${key}: ${question}`)) return;
-  const answer = await fetch("/api/end", {
-    method: "POST",
-    headers: { "X-Requested-With": "horovod_train", "Content-Type": "application/json" },
-    body: JSON.stringify({ key, how }),
-  });
+  const jobId = encodeURIComponent(key.replace("/", "-"));
+  const answer = await fetch(`/api/v1/jobs/${jobId}/${how}`, { method: "POST" });
   const told = answer.headers.get("Content-Type")?.startsWith("application/json") ? (await answer.json()).message : await answer.text();
-  put(at("message"), told || "request sent");
+  put(at("message"), answer.ok ? "request sent" : told);
 }
 
 function setTheme(theme) {
@@ -288,7 +285,7 @@ setTheme(prefersDark.matches ? "dark" : "light");
 prefersDark.addEventListener("change", () => setTheme(prefersDark.matches ? "dark" : "light"));
 at("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 at("drain").addEventListener("click", () => end("drain", "drain: save a checkpoint and exit?"));
-at("cancel").addEventListener("click", () => end("stop", "cancel? Ranks may save a checkpoint within the grace period (launch.grace_s)."));
+at("cancel").addEventListener("click", () => end("cancel", "cancel? Ranks may save a checkpoint within the grace period (launch.grace_s)."));
 addEventListener("hashchange", () => { round = 0; look(); });
 
 // Polls sequentially: a slow server has at most one pending request.

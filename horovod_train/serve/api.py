@@ -1,0 +1,327 @@
+"""HTTP API of jobs, version 1: submit, list, observe and end the jobs of the server's account.
+
+It stores nothing: run folders, launchers and the records of submitted jobs are read for each request. Its
+document is ``/api/v1/openapi.json``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from time import monotonic
+from typing import Annotated, Literal
+
+from anyio import to_thread
+from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from horovod_train.client.local import LocalJob, start
+from horovod_train.errors import HorovodTrainError, UserError, result_of
+from horovod_train.launch.base import JobStatus, State
+from horovod_train.launch.jobs import find_job, known_jobs
+from horovod_train.serve.documents import (
+    Cancellation,
+    ErrorDocument,
+    JobDocument,
+    JobId,
+    JobPage,
+    MetricsDocument,
+    Points,
+    ProblemDocument,
+    ResultDocument,
+    Submission,
+)
+from horovod_train.serve.statuses import Statuses
+from horovod_train.serve.streams import stream
+from horovod_train.serve.tokens import ROLES, Role
+from horovod_train.serve.uploads import job_with_files
+from horovod_train.serve.web import API
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMS = 200
+MAX_WAIT_S = 60.0
+POLL_S = 0.5
+AT_ONCE_S = 5.0
+"""A response is sent after this time, even if the launcher has not finished the request."""
+
+MAX_PAGE = 500
+ERRORS = {
+    400: "The Host header is not accepted, or the request is malformed.",
+    401: "The token is missing or wrong.",
+    403: "The token does not allow this, or the request is from another origin.",
+    404: "There is no such job.",
+    408: "The request was not complete in time.",
+    409: "The launcher rejects the request, or the job is in another state.",
+    413: "The body is too large.",
+    422: "The request is not valid, or the job description has problems: all of them.",
+    429: "Too many requests, or too many open streams.",
+}
+Given = Annotated[JobId, Path(description="ID of the job, a unique prefix of it, or its name.")]
+LastEventId = Annotated[
+    str, Header(description="ID of the last event that was received; the stream continues after it.")
+]
+Follow = Annotated[bool, Query(description="Continue until the job ends.")]
+
+
+class StatusError(HorovodTrainError):
+    """A request that is answered with a certain status."""
+
+    def __init__(self, status: int, message: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+
+class JobsApi:
+    """Endpoints of the API."""
+
+    def __init__(self) -> None:
+        self._statuses = Statuses()
+        self._num_streams = 0
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the endpoints and their error responses to an application."""
+        router = APIRouter(
+            prefix=API,
+            responses={code: {"model": ErrorDocument, "description": text} for code, text in ERRORS.items()},
+        )
+        created = {200: {"model": JobDocument, "description": "A job was started with this key before."}}
+        lines = {200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}}
+        for path, endpoint, method, options in (
+            ("/jobs", self.submit, "POST", {"status_code": 201, "responses": created}),
+            ("/jobs", self.list_jobs, "GET", {}),
+            ("/jobs/{job_id}", self.get, "GET", {}),
+            ("/jobs/{job_id}/result", self.result, "GET", {}),
+            ("/jobs/{job_id}/metrics", self.metrics, "GET", {}),
+            ("/jobs/{job_id}/events", self.events, "GET", {"responses": lines}),
+            ("/jobs/{job_id}/logs", self.logs, "GET", {"responses": lines}),
+            ("/jobs/{job_id}/wait", self.wait, "GET", {}),
+            ("/jobs/{job_id}/drain", self.drain, "POST", {"status_code": 202}),
+            ("/jobs/{job_id}/cancel", self.cancel, "POST", {"status_code": 202}),
+        ):
+            router.add_api_route(path, endpoint, methods=[method], **options)
+        app.include_router(router)
+        app.add_exception_handler(HorovodTrainError, _explained)
+        app.add_exception_handler(RequestValidationError, _explained_validation)
+
+    async def submit(
+        self,
+        request: Request,
+        response: Response,
+        submission: Submission,
+        idempotency_key: Annotated[
+            str | None,
+            Header(
+                max_length=255,
+                description="Any text. If a job was started with it before, that job is returned.",
+            ),
+        ] = None,
+    ) -> JobDocument:
+        """Start a job. It requires a token with the role `submit`."""
+        require(request, "submit")
+
+        def begin() -> tuple[LocalJob, bool]:
+            described = job_with_files(submission.job, submission.overrides, submission.files)
+            record, is_new = start(described, idempotency_key)
+            return LocalJob(record), is_new
+
+        job, is_new = await to_thread.run_sync(begin)
+        if not is_new:
+            response.status_code = 200
+        response.headers["Location"] = f"{API}/jobs/{job.id}"
+        return await self._document(job)
+
+    def list_jobs(
+        self,
+        state: Annotated[list[State], Query(description="Only jobs in one of these states.")] = [],  # noqa: B006
+        name: Annotated[str, Query(description="Only jobs of this name.")] = "",
+        launcher: Annotated[str, Query(description="Only jobs of this launcher.")] = "",
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+        after: Annotated[JobId | None, Query(description="ID of the last job of the previous page.")] = None,
+    ) -> JobPage:
+        """List the jobs that were started from the server's account, newest first."""
+        page: list[JobDocument] = []
+        for job in _jobs_after(after):
+            if (launcher and job.launcher != launcher) or (name and job.folder.parent.name != name):
+                continue
+            if len(page) == limit:
+                return JobPage(jobs=page, next=page[-1].id)
+            status, error = result_of(lambda job=job: self._statuses.get(job))  # type: ignore[misc]
+            shown = status or JobStatus("unknown", message=str(error))
+            if not state or shown.state in state:
+                page.append(JobDocument.of(job, shown))
+        return JobPage(jobs=page, next=None)
+
+    async def get(self, job_id: Given) -> JobDocument:
+        """Return a job and its status."""
+        return await self._document(await _found(job_id))
+
+    async def wait(
+        self,
+        job_id: Given,
+        timeout_s: Annotated[
+            float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Time to wait, in seconds.")
+        ] = 30.0,
+    ) -> JobDocument:
+        """Return a job when it has ended, or after a time; `has_ended` tells which."""
+        deadline_s = monotonic() + timeout_s
+        job = await _found(job_id)
+        while True:
+            document = await self._document(job)
+            if document.has_ended or monotonic() >= deadline_s:
+                return document
+            await asyncio.sleep(min(POLL_S, max(0.0, deadline_s - monotonic())))
+
+    async def result(self, job_id: Given) -> ResultDocument:
+        """Return the result of a job that has succeeded."""
+        job = await _found(job_id)
+        status = await to_thread.run_sync(lambda: self._statuses.get(job))
+        if status.state != "succeeded":
+            raise StatusError(409, f"{job.id} has no result: {status}")
+        found = await to_thread.run_sync(job.result)
+        return ResultDocument(
+            metrics={name: _number(value) for name, value in found.metrics.items()},
+            checkpoint=str(found.checkpoint) if found.checkpoint else None,
+            num_steps=found.num_steps,
+        )
+
+    async def metrics(
+        self,
+        job_id: Given,
+        name: Annotated[list[str], Query(description="Only these metrics; none: all.")] = [],  # noqa: B006
+    ) -> MetricsDocument:
+        """Return the values of steps and evaluations: `loss`, `lr`, `samples_per_s`, `eval/<metric>` ..."""
+        job = await _found(job_id)
+        series = await to_thread.run_sync(job.metrics)
+        return MetricsDocument(
+            series={
+                each: Points(step=[step for step, _ in points], value=[_number(value) for _, value in points])
+                for each, points in series.items()
+                if not name or each in name
+            }
+        )
+
+    async def events(
+        self,
+        job_id: Given,
+        follow: Follow = True,  # noqa: FBT002  (a query parameter)
+        last_event_id: LastEventId = "",
+    ) -> StreamingResponse:
+        """Stream the events of a job (docs/events.md) as JSON, and at last `end` with its status."""
+        return self._stream(await _found(job_id), "events", last_event_id, follow=follow)
+
+    async def logs(
+        self,
+        job_id: Given,
+        follow: Follow = True,  # noqa: FBT002  (a query parameter)
+        last_event_id: LastEventId = "",
+    ) -> StreamingResponse:
+        """Stream the lines of a job's output, with the rank of each, and at last `end` with its status."""
+        return self._stream(await _found(job_id), "logs", last_event_id, follow=follow)
+
+    async def drain(self, request: Request, job_id: Given) -> JobDocument:
+        """Request the ranks to save a checkpoint and exit with code 75, without a time limit."""
+        require(request, "end")
+        job = await _found(job_id)
+        return await self._ended(job, job.drain)
+
+    async def cancel(
+        self,
+        request: Request,
+        job_id: Given,
+        cancellation: Cancellation = Cancellation(),  # noqa: B008
+    ) -> JobDocument:
+        """End a job. Its ranks may save a checkpoint within `launch.grace_s`."""
+        require(request, "end")
+        job = await _found(job_id)
+        return await self._ended(job, lambda: job.cancel(now=cancellation.now))
+
+    async def _ended(self, job: LocalJob, end: Callable[[], None]) -> JobDocument:
+        """Call a function that ends a job, for ``AT_ONCE_S`` at most; it continues in the background."""
+        work = asyncio.ensure_future(to_thread.run_sync(end))
+        work.add_done_callback(_log_error)
+        with suppress(TimeoutError):  # such as pods that are being deleted
+            await asyncio.wait_for(asyncio.shield(work), AT_ONCE_S)
+        self._statuses.forget(job)
+        return await self._document(job)
+
+    async def _document(self, job: LocalJob) -> JobDocument:
+        return JobDocument.of(job, await to_thread.run_sync(lambda: self._statuses.get(job)))
+
+    def _stream(
+        self, job: LocalJob, what: Literal["events", "logs"], position: str, *, follow: bool
+    ) -> StreamingResponse:
+        if self._num_streams >= MAX_STREAMS:
+            raise StatusError(429, f"{MAX_STREAMS} streams are open", "close one, or use `wait`")
+
+        async def counted() -> AsyncIterator[bytes]:
+            self._num_streams += 1
+            try:
+                async for each in stream(job, what, position, self._statuses, follow=follow):
+                    yield each
+            finally:
+                self._num_streams -= 1
+
+        return StreamingResponse(counted(), media_type="text/event-stream")
+
+
+def require(request: Request, role: Role) -> None:
+    """Raise ``StatusError`` unless the token of a request has a role, or a higher one."""
+    if ROLES.index(request.state.role) < ROLES.index(role):
+        option = "--allow-ending" if role == "end" else "--allow-submit"
+        raise StatusError(
+            403,
+            f"this requires the role {role!r}; that of the token is {request.state.role!r}",
+            f"use another token; the server must be started with {option}",
+        )
+
+
+async def _found(job_id: str) -> LocalJob:
+    """Return a job; raise ``StatusError`` if there is none, or more than one."""
+    try:
+        return LocalJob(await to_thread.run_sync(find_job, job_id))
+    except UserError as error:
+        raise StatusError(404, error.message, error.hint) from error
+
+
+def _jobs_after(job_id: str | None) -> Iterator[LocalJob]:
+    """Yield the jobs that were submitted before a job, newest first; None: all jobs."""
+    jobs = known_jobs()
+    if job_id is not None and not any(each.job_id == job_id for each in jobs):
+        raise StatusError(404, f"after: no job {job_id!r}")
+    yield from map(LocalJob, jobs)
+
+
+def _number(value: float) -> float | None:
+    """Return a number; None if it is NaN or infinite, which JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def _log_error(work: asyncio.Future[None]) -> None:
+    """Log an error that occurred after the response was sent."""
+    if not work.cancelled() and (error := work.exception()) is not None:
+        log.warning("a job could not be ended: %s", error)
+
+
+def _explained(_: Request, error: Exception) -> Response:
+    """Return the response for an error of this package."""
+    if not isinstance(error, HorovodTrainError):
+        raise error
+    status = error.status if isinstance(error, StatusError) else 422 if isinstance(error, UserError) else 409
+    return JSONResponse(ErrorDocument.of(error).model_dump(), status)
+
+
+def _explained_validation(_: Request, error: Exception) -> Response:
+    """Return the response for a request whose parameters or body are not valid."""
+    if not isinstance(error, RequestValidationError):
+        raise error
+    problems = [
+        ProblemDocument(path=".".join(map(str, each["loc"])), found="", message=each["msg"], hint="")
+        for each in error.errors()
+    ]
+    document = ErrorDocument(kind="request", message="the request is not valid", hint="", problems=problems)
+    return JSONResponse(document.model_dump(), 422)

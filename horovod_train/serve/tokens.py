@@ -1,0 +1,135 @@
+"""Tokens of the HTTP server, and what each of them allows.
+
+A token file has one token per line, after its role; lines that start with # are comments:
+
+    # notebooks
+    read 6f1c0d4e8b...
+    submit 94be77a2c1...
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from horovod_train.errors import UserError
+
+log = logging.getLogger(__name__)
+
+Role = Literal["read", "end", "submit"]
+"""Each role includes the earlier ones: read jobs; drain and cancel them; submit them."""
+
+ROLES: tuple[Role, ...] = get_args(Role)
+MIN_CHARS = 16
+TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (name of a variable)
+
+
+@dataclass(frozen=True)
+class Known:
+    """An accepted token: its role on this server, and its number."""
+
+    role: Role
+    number: int
+
+
+class Tokens:
+    """Accepted tokens.
+
+    Args:
+        own: Token with the role ``end``; it cannot submit jobs, because it is part of printed addresses.
+        file: Token file; it is read again when it changes. None: there is none.
+        most: Highest role of any token.
+
+    Raises:
+        UserError: The file cannot be read, is readable by other users, or has an invalid line.
+    """
+
+    def __init__(self, own: str, file: Path | None = None, most: Role = "read") -> None:
+        self._own: list[tuple[Role, str]] = [("end", own)]
+        self._file = file
+        self._most = ROLES.index(most)
+        self._version = _version(file)
+        self._of_file = read_tokens(file) if file is not None else []
+
+    def find(self, given: Iterable[str]) -> Known | None:
+        """Return the first accepted token; None: there is none."""
+        self._update()
+        for token in given:
+            found: Known | None = None
+            # All are compared, so that the time of the response reveals nothing.
+            for number, (role, accepted) in enumerate([*self._own, *self._of_file]):
+                if hmac.compare_digest(token.encode(), accepted.encode()):
+                    found = Known(ROLES[min(ROLES.index(role), self._most)], number)
+            if found is not None:
+                return found
+        return None
+
+    def _update(self) -> None:
+        """Read the file again if it has changed. An invalid file is reported, and its tokens are removed."""
+        version = _version(self._file)
+        if self._file is None or version == self._version:
+            return
+        self._version = version
+        try:
+            self._of_file = read_tokens(self._file)
+        except UserError as error:
+            self._of_file = []
+            log.warning("no token of %s is accepted: %s", self._file, error)
+
+
+def _version(file: Path | None) -> tuple[int, int, int] | None:
+    """Return values that change with the content of a file."""
+    try:
+        found = os.stat(file) if file is not None else None  # noqa: PTH116  (for each request)
+    except OSError:
+        return None
+    return None if found is None else (found.st_mtime_ns, found.st_ino, found.st_size)
+
+
+def read_tokens(file: Path) -> list[tuple[Role, str]]:
+    """Return the tokens of a file with their roles.
+
+    Raises:
+        UserError: The file cannot be read, is readable by other users, or has an invalid line.
+    """
+    try:
+        with file.open(encoding="utf-8") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            lines = opened.read().splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"the token file {file} cannot be read: {error}") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UserError(
+            f"the token file {file} is accessible to other users (mode {stat.filemode(mode)})",
+            hint=f"chmod 600 {file}, and replace its tokens",
+        )
+    tokens: list[tuple[Role, str]] = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        role = next((each for each in ROLES if each == words[0]), None)
+        if role is None or len(words) != 2 or len(words[1]) < MIN_CHARS:
+            raise UserError(
+                f"{file}:{number}: expected a role ({', '.join(ROLES)}) and a token of at least "
+                f"{MIN_CHARS} characters",
+                hint="generate one with `openssl rand -hex 32`",
+            )
+        tokens.append((role, words[1]))
+    return tokens
+
+
+def token_of_environment() -> str | None:
+    """Return the token in the environment variable; None: it is not set, or empty."""
+    return os.environ.get(TOKEN_VARIABLE) or None
+
+
+def make_token() -> str:
+    """Return a random token."""
+    return os.urandom(16).hex()

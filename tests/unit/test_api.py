@@ -1,0 +1,692 @@
+"""The HTTP API: each verb, over real HTTP, with jobs whose launcher is a fake."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPConnection
+
+import pytest
+from support.fake_launcher import FakeLauncher, progress, summary, write_events
+from support.waiting import wait_until
+
+import horovod_train as ht
+from horovod_train.client import local, remote, tails
+from horovod_train.errors import ConfigError, KeyUsedError, LaunchError, ServerError, UserError
+from horovod_train.events.file import EVENTS_FILE, EventsFile
+from horovod_train.events.types import Evaluation
+from horovod_train.launch import submit as submitting
+from horovod_train.launch.base import JobStatus
+from horovod_train.serve import api, streams, uploads, web
+from horovod_train.serve.page import serve_page
+from horovod_train.serve.tokens import Tokens, read_tokens
+from horovod_train.serve.web import Tls
+
+OWN, READ, END, SUBMIT = (f"{name}-token-0123456789" for name in ("own", "read", "end", "submit"))
+JOB = {"name": "j", "task": "digits", "train": {"epochs": 2}}
+TASK = "class Task:\n    pass\n"
+
+
+@pytest.fixture
+def launcher(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(remote, "PAUSE_S", 0.05)
+    monkeypatch.setattr(tails.FileTail, "pause_s", 0.02)
+    monkeypatch.setattr(streams, "LOOK_S", 0.05)
+    monkeypatch.setattr(api, "POLL_S", 0.02)
+    monkeypatch.setattr("horovod_train.serve.statuses.LOCAL_AGE_S", 0.0)
+    made = FakeLauncher()
+    for module in (local, submitting):
+        monkeypatch.setattr(module, "launcher_named", lambda name: made)
+    return made
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text(f"# of the tests\nread {READ}\nend {END}\n\nsubmit {SUBMIT}\n")
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def serve(launcher, tokens, tmp_path):
+    servers = []
+
+    def start(most="submit", **options):
+        servers.append(
+            serve_page(
+                [tmp_path / "runs"], [], host="127.0.0.1", port=options.pop("port", 0), token=OWN,
+                token_file=tokens, most=most, **options,
+            )
+        )  # fmt: skip
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def port(serve):
+    return serve().port
+
+
+@pytest.fixture
+def client(port):
+    return ht.Client(f"http://127.0.0.1:{port}", SUBMIT, patience_s=5)
+
+
+def ask(port, path, method="GET", body=None, token=SUBMIT, **headers):
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        if token:
+            given["Authorization"] = f"Bearer {token}"
+        if body is not None:
+            given["Content-Type"] = "application/json"
+        data = json.dumps(body) if isinstance(body, dict | list) else body
+        is_chunked = "Transfer-Encoding" in given
+        connection.request(method, f"/api/v1{path}", data, given, encode_chunked=is_chunked)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        return answer.status, json.loads(text) if text.startswith("{") else text
+    finally:
+        connection.close()
+
+
+def read_all(connection):
+    """Return how many bytes come before the end of a connection."""
+    size_bytes = 0
+    with suppress(ConnectionResetError):
+        while data := connection.recv(1 << 20):
+            size_bytes += len(data)
+    return size_bytes
+
+
+class TestAHandleThroughAServer:
+    def test_is_that_of_a_job_on_this_machine(self, client, launcher):
+        job = client.submit(JOB, {"train.epochs": 7})
+        write_events(
+            job.folder,
+            progress(1, 9.0, grad_norm=2.0),
+            progress(2, float("nan")),
+            Evaluation(epoch=0, metrics={"accuracy": 0.5}, step=2),
+            summary(steps=2, metrics={"accuracy": 0.5, "auc": float("nan")}, checkpoint="/c/step-2"),
+        )
+        (job.folder / "run.log").write_text("[1,1]<stdout>:hello\nlast line")
+        here = ht.job(job.id)
+
+        (request,) = launcher.requests
+        assert request.job.train.epochs == 7
+        assert (job.id, job.launcher, job.folder) == (here.id, here.launcher, here.folder)
+        assert job.status() == here.status() == JobStatus("running")
+        assert repr(job.events()) == repr(here.events()) != repr([])
+        assert repr(job.metrics()) == repr(here.metrics())
+        assert list(job.logs()) == ["[rank 1] hello", "last line"]
+        launcher.now = JobStatus("succeeded", 0)
+        assert repr(job.result()) == repr(here.result())
+        assert job.result().num_steps == 2
+        assert "<svg" not in job._repr_html_()
+
+    def test_drains_and_cancels(self, client, launcher):
+        client.submit(JOB).drain()
+        launcher.now = JobStatus("running")
+        status = client.job("j").cancel()
+        launcher.now = JobStatus("running")
+        client.job("j").cancel(now=True)
+
+        assert launcher.asked == ["drain", "stop", "kill"]
+        assert status == JobStatus("cancelled", 143)
+
+    def test_waits_as_long_as_it_may_and_no_longer(self, client, launcher):
+        job = client.submit(JOB)
+        with pytest.raises(TimeoutError, match=rf"{job.id} has not ended within 0.1 s"):
+            job.wait(0.1)
+        threading.Timer(0.3, setattr, (launcher, "now", JobStatus("preempted", 75, "saved"))).start()
+
+        with pytest.raises(ht.JobFailedError, match="preempted. saved") as caught:
+            job.result(10)
+
+        assert caught.value.exit_code == 75
+
+    def test_lists_jobs_by_state_name_and_launcher(self, client, launcher):
+        ids = [client.submit({**JOB, "name": name}).id for name in ("a", "b", "a")]
+
+        assert [job.id for job in client.jobs()] == ids[::-1]
+        assert [job.id for job in client.jobs(name="a")] == [ids[2], ids[0]]
+        assert [job.id for job in client.jobs(state=["running", "failed"])] == ids[::-1]
+        assert client.jobs(state=["failed"]) == client.jobs(launcher="slurm") == []
+
+    def test_pages_have_every_job_once(self, port, client, monkeypatch):
+        ids = {client.submit(JOB).id for _ in range(7)}
+        found, after = [], ""
+        while True:
+            _, page = ask(port, f"/jobs?limit=3{after}")
+            found += [job["id"] for job in page["jobs"]]
+            if page["next"] is None:
+                break
+            after = f"&after={page['next']}"
+
+        assert len(found) == 7
+        assert set(found) == ids
+        assert ask(port, "/jobs?after=none")[0] == 404
+
+    def test_tells_all_problems_of_a_job_as_the_command_line_does(self, client):
+        wrong = {**JOB, "optimizer": {"nam": "sgd"}}
+        with pytest.raises(ConfigError) as caught:
+            client.submit(wrong, {"train.epochs": 0})
+        with pytest.raises(ConfigError) as here:
+            ht.submit(wrong, {"train.epochs": 0})
+
+        assert set(caught.value.problems) == set(here.value.problems)
+        assert len(caught.value.problems) == 2
+
+    def test_tells_why_a_launcher_rejects_a_job(self, client, launcher):
+        launcher.rejects = "sbatch: error: invalid partition"
+
+        with pytest.raises(LaunchError, match="invalid partition"):
+            client.submit(JOB)
+
+        assert client.jobs() == []
+
+    def test_of_a_job_that_does_not_exist(self, client):
+        with pytest.raises(UserError, match="no job 'none'"):
+            client.job("none")
+
+
+class TestSubmittingWithAKey:
+    def test_starts_one_job(self, port, client, launcher):
+        first = client.submit(JOB, key="nightly").id
+        body = {"job": JOB}
+
+        assert client.submit(JOB, key="nightly").id == first
+        assert ask(port, "/jobs", "POST", body, Idempotency_Key="nightly")[0] == 200
+        assert ask(port, "/jobs", "POST", body, Idempotency_Key="other")[0] == 201
+        assert ht.submit(JOB, key="nightly").id == first, "the keys are those of the account"
+        with pytest.raises(KeyUsedError, match="was used for j-"):
+            client.submit(JOB, {"train.epochs": 3}, key="nightly")
+        assert len(launcher.requests) == 2
+
+    def test_in_many_threads_starts_one_job(self, client, launcher):
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda _: client.submit(JOB, key="a").id, range(16)))
+
+        assert len(set(found)) == len(launcher.requests) == 1
+
+
+class TestUploads:
+    def test_a_task_and_its_modules_are_those_of_the_client(self, client, launcher, tmp_path):
+        (tmp_path / "models").mkdir()
+        (tmp_path / "train.py").write_text(TASK)
+        (tmp_path / "models" / "net.py").write_text("# net\n")
+        (tmp_path / "job.yaml").write_text("name: j\ntask: train.py:Task\n")
+
+        client.submit(tmp_path / "job.yaml", files=["models/net.py"])
+        client.submit(tmp_path / "job.yaml", files=["models/net.py"])
+
+        tasks = {request.job.task for request in launcher.requests}
+        (task,) = tasks
+        file = (tmp_path / "runs" / "j").joinpath(task.rpartition(":")[0])
+        assert file.parent.parent == tmp_path / "runs" / "j"
+        assert file.read_text() == TASK
+        assert (file.parent / "models" / "net.py").read_text() == "# net\n"
+
+    def test_another_content_is_another_folder(self, client, launcher, tmp_path):
+        for text in (TASK, TASK + "\n"):
+            (tmp_path / "train.py").write_text(text)
+            client.submit({**JOB, "task": "train.py:Task"})
+
+        assert len({request.job.task for request in launcher.requests}) == 2
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "../x.py", "/etc/x.py", "a/../../x.py", "", ".", "./x.py", "a//b.py", "x\0.py", "a\nb.py",
+            "~/x.py", ".ssh/authorized_keys", "x/", "é.py", "a\\b.py", "C:x.py", "x" * 300,
+        ],
+    )  # fmt: skip
+    def test_a_name_that_leaves_the_folder_is_refused(self, port, launcher, name, tmp_path):
+        before = sorted(tmp_path.rglob("*"))
+        status, told = ask(port, "/jobs", "POST", {"job": JOB, "files": {name: TASK}})
+
+        assert status == 422
+        assert "files" in json.dumps(told)
+        assert sorted(tmp_path.rglob("*")) == before
+        assert launcher.requests == []
+
+    def test_too_much_is_refused(self, port, monkeypatch):
+        monkeypatch.setattr(uploads, "MAX_FILES_BYTES", 100)
+        status, told = ask(port, "/jobs", "POST", {"job": JOB, "files": {"x.py": "#" * 101}})
+        many = {f"x{number}.py": "" for number in range(201)}
+
+        assert status == 422
+        assert "more than 100" in told["message"]
+        assert ask(port, "/jobs", "POST", {"job": JOB, "files": many})[0] == 422
+
+    def test_a_file_and_a_folder_of_one_name_are_refused(self, port):
+        status, told = ask(port, "/jobs", "POST", {"job": JOB, "files": {"a": "", "a/b.py": ""}})
+
+        assert status == 422
+        assert "cannot be written" in told["message"]
+
+    @pytest.mark.parametrize("name", ["../x.py", "/x.py"])
+    def test_the_client_refuses_files_outside_the_folder_of_the_job(self, client, name):
+        with pytest.raises(UserError, match="not below the folder of the job"):
+            client.submit(JOB, files=[name])
+        with pytest.raises(UserError, match="cannot be uploaded"):
+            client.submit(JOB, files=["none.py"])
+
+
+class TestRoles:
+    VERBS = (
+        ("/jobs", "GET", None, "read"),
+        ("/jobs/j", "GET", None, "read"),
+        ("/jobs/j/metrics", "GET", None, "read"),
+        ("/jobs/j/events?follow=false", "GET", None, "read"),
+        ("/jobs/j/logs?follow=false", "GET", None, "read"),
+        ("/jobs/j/wait?timeout_s=0", "GET", None, "read"),
+        ("/openapi.json", "GET", None, "read"),
+        ("/jobs/j/drain", "POST", None, "end"),
+        ("/jobs/j/cancel", "POST", None, "end"),
+        ("/jobs", "POST", {"job": JOB}, "submit"),
+    )
+    ORDER = ("", "read", "end", "submit")
+
+    @pytest.mark.parametrize("most", ["read", "end", "submit"])
+    @pytest.mark.parametrize(
+        ("token", "role"),
+        [
+            (None, ""), ("wrong-token-0123456789", ""), (SUBMIT[:-1], ""), (SUBMIT + "x", ""),
+            (OWN, "end"), (READ, "read"), (END, "end"), (SUBMIT, "submit"),
+        ],
+    )  # fmt: skip
+    def test_a_verb_needs_a_role_of_the_token_and_of_the_server(self, serve, launcher, most, token, role):
+        port = serve(most).port
+        ht.submit(JOB)
+        launcher.requests.clear()
+        granted = min(role, most, key=self.ORDER.index)
+
+        for path, method, body, needed in self.VERBS:
+            status, told = ask(port, path, method, body, token)
+            if not role:
+                assert status == 401, path
+                assert "the token is missing or wrong" in told["message"]
+            elif self.ORDER.index(granted) >= self.ORDER.index(needed):
+                assert status in (200, 201, 202), (path, told)
+            else:
+                assert status == 403, path
+                assert f"requires the role '{needed}'" in told["message"]
+        assert len(launcher.requests) == (granted == "submit")
+        assert len(launcher.asked) == 2 * (granted in ("end", "submit"))
+
+    def test_a_cookie_needs_the_origin_of_the_page_to_change_something(self, serve, launcher):
+        port = serve("end").port
+        ht.submit(JOB)
+        cookie = {"Cookie": f"horovod_train_{port}={OWN}", "token": None}
+
+        assert ask(port, "/jobs", **cookie)[0] == 200
+        assert ask(port, "/jobs/j/drain", "POST", **cookie)[0] == 401
+        assert ask(port, "/jobs/j/drain", "POST", Origin="http://evil.example", **cookie)[0] == 403
+        assert launcher.asked == []
+        assert ask(port, "/jobs/j/drain", "POST", Origin=f"http://127.0.0.1:{port}", **cookie)[0] == 202
+
+    @pytest.mark.parametrize(
+        ("headers", "status"),
+        [
+            ({"Host": "evil.example"}, 400), ({"Host": "127.0.0.1.evil.example:80"}, 400),
+            ({"Host": "["}, 400), ({"Origin": "http://evil.example"}, 403), ({"Origin": "null"}, 403),
+        ],
+    )  # fmt: skip
+    def test_another_name_or_origin_is_refused(self, port, launcher, headers, status):
+        assert ask(port, "/jobs", "POST", {"job": JOB}, **headers)[0] == status
+        assert launcher.requests == []
+
+
+class TestTokenFile:
+    def test_is_read_again_when_it_changes(self, tokens):
+        known = Tokens(OWN, tokens, "submit")
+        assert known.find([SUBMIT]).role == "submit"
+        os.utime(tokens, ns=(1, 1))
+        tokens.write_text("read another-token-0123456789\n")
+
+        assert known.find([SUBMIT]) is None
+        assert known.find(["another-token-0123456789"]).role == "read"
+
+    def test_that_becomes_invalid_accepts_nobody_and_says_so(self, tokens, caplog):
+        known = Tokens(OWN, tokens, "submit")
+        tokens.chmod(0o644)
+        os.utime(tokens, ns=(1, 1))
+
+        assert known.find([SUBMIT]) is None
+        assert known.find([OWN]).role == "end"
+        assert "accessible to other users" in caplog.text
+
+    @pytest.mark.parametrize(
+        "line",
+        ["admin 0123456789abcdef", "read", "read short", "read 0123456789abcdef more", "0123456789abcdef"],
+    )
+    def test_with_an_invalid_line_is_refused_with_its_number(self, tokens, line):
+        tokens.write_text(f"# comment\n{line}\n")
+
+        with pytest.raises(UserError, match=r"tokens:2: expected a role \(read, end, submit\)"):
+            read_tokens(tokens)
+
+    @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+    def test_of_others_is_refused(self, tokens, mode):
+        tokens.chmod(mode)
+
+        with pytest.raises(UserError, match="accessible to other users"):
+            read_tokens(tokens)
+
+    def test_that_is_missing_is_refused(self, tmp_path):
+        with pytest.raises(UserError, match="cannot be read"):
+            read_tokens(tmp_path / "none")
+
+
+class TestStreams:
+    def test_have_each_event_once_however_often_they_break(self, port, client, launcher):
+        job = client.submit(JOB)
+        numbers, last = [], ""
+        for step in range(1, 30):
+            write_events(job.folder, progress(step, 1.0))
+            if step % 3:
+                continue
+            connection = HTTPConnection("127.0.0.1", port, timeout=10)
+            headers = {"Authorization": f"Bearer {READ}", **({"Last-Event-ID": last} if last else {})}
+            connection.request("GET", f"/api/v1/jobs/{job.id}/events", headers=headers)
+            parsed = remote._parsed(connection.getresponse())
+            for each in (next(parsed), next(parsed)):  # one of three is left for the next connection
+                numbers.append(json.loads(each.data)["step"])
+                last = each.id
+            connection.close()
+        launcher.now = JobStatus("succeeded", 0)
+        rest = list(client.stream(f"/jobs/{job.id}/events"))
+
+        assert numbers == list(range(1, len(numbers) + 1))
+        assert [json.loads(each.data)["step"] for each in rest[:-1]] == list(range(1, 30))
+        assert rest[-1].event == "end"
+        assert json.loads(rest[-1].data)["state"] == "succeeded"
+
+    def test_follow_a_log_to_the_end_of_the_job(self, client, launcher):
+        job = client.submit(JOB)
+        log = job.folder / "run.log"
+
+        def write():
+            for number in range(20):
+                with log.open("a") as file:
+                    file.write("[1,0]<stdout>:li")
+                    file.flush()
+                    time.sleep(0.01)
+                    file.write(f"ne {number}\r\n")
+            launcher.now = JobStatus("succeeded", 0)
+
+        threading.Thread(target=write).start()
+
+        assert list(job.logs(follow=True)) == [f"[rank 0] line {number}" for number in range(20)]
+
+    def test_show_the_output_of_a_job_that_wrote_no_log(self, client, launcher):
+        job = client.submit(JOB)
+        launcher.now, launcher.lines = JobStatus("failed", 1), ["sbatch: out of luck"]
+
+        assert list(job.logs(follow=True)) == ["sbatch: out of luck"]
+
+    def test_of_a_job_elsewhere_are_those_of_its_launcher(self, client, launcher):
+        job = client.submit(JOB)
+        launcher.has_local_files = False
+        launcher.now = JobStatus("succeeded", 0)
+        launcher.lines = ["[1,1]<stdout>:hello", "bye"]
+
+        first, second, _ = client.stream(f"/jobs/{job.id}/logs")
+        assert (first.id, first.data, second.data) == ("1", "[rank 1] hello", "bye")
+        tail = local.LocalJob(local.find_job(job.id)).tail_of_log("1")
+        assert [line for _, line in tail.read()] == ["bye"]
+
+    def test_say_when_the_output_cannot_be_read(self, client, launcher, monkeypatch):
+        job = client.submit(JOB)
+        launcher.has_local_files = False
+
+        def gone(job, *, follow):
+            raise LaunchError("its pods are gone")
+
+        monkeypatch.setattr(launcher, "logs", gone)
+
+        with pytest.raises(LaunchError, match="pods are gone"):
+            list(job.logs())
+
+    def test_are_limited(self, port, client, launcher, monkeypatch):
+        monkeypatch.setattr(api, "MAX_STREAMS", 2)
+        client.submit(JOB)
+        opened = []
+        for _ in range(2):
+            opened.append(HTTPConnection("127.0.0.1", port, timeout=10))
+            opened[-1].request("GET", "/api/v1/jobs/j/events", headers={"Authorization": f"Bearer {READ}"})
+            opened[-1].getresponse()
+
+        assert ask(port, "/jobs/j/events")[0] == 429
+        opened[0].sock.close() if opened[0].sock else None
+        for each in opened:
+            each.close()
+        wait_until(lambda: ask(port, "/jobs/j/events?follow=false")[0] == 200, 10)
+
+    def test_to_a_client_that_does_not_read_block_nobody_and_are_closed(self, serve, launcher, monkeypatch):
+        monkeypatch.setattr(web, "IDLE_S", 1.0)
+        port = serve().port
+        folder = ht.submit(JOB).folder
+        (folder / "run.log").write_text(f"{'x' * 1000}\n" * 20_000)
+        slow = []
+        for _ in range(5):
+            slow.append(socket.create_connection(("127.0.0.1", port)))
+            slow[-1].sendall(
+                f"GET /api/v1/jobs/j/logs HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+                f"Authorization: Bearer {READ}\r\n\r\n".encode()
+            )
+        time.sleep(0.3)
+
+        begun_s = time.monotonic()
+        assert ask(port, "/jobs")[0] == 200
+        assert time.monotonic() - begun_s < 1.0
+        time.sleep(2.5)
+        for each in slow:
+            each.settimeout(5)
+            assert read_all(each) < 20_000_000, "the connection was closed in the middle of the log"
+            each.close()
+
+
+class TestTails:
+    """Positions stay valid when the file of events is rewritten with fewer lines."""
+
+    def test_continue_after_the_file_was_thinned(self, tmp_path):
+        times = iter(float(number) for number in range(1, 10_000))
+        writer = EventsFile(tmp_path / EVENTS_FILE, max_bytes=20_000, clock=lambda: next(times))
+        tail, seen = tails.FileTail(tmp_path / EVENTS_FILE, has_times=True), []
+        for step in range(1, 400):
+            writer.write(progress(step, 1.0), 0)
+            if step % 7 == 0:
+                seen += [json.loads(line)["step"] for _, line in tail.read()]
+        writer.close()
+        seen += [json.loads(line)["step"] for _, line in tail.read()]
+
+        assert seen == sorted(set(seen))
+        assert seen[-1] == 399
+        assert len(seen) > 300, "few lines are lost: those that were removed before they were read"
+
+    @pytest.mark.parametrize("position", ["", "x", "1-2", "0-5-nan", "-1--1--1", "9" * 400, "1-2-3-4"])
+    def test_ignore_a_position_that_is_none(self, tmp_path, position):
+        path = tmp_path / EVENTS_FILE
+        write_events(tmp_path, progress(1, 1.0))
+
+        assert len(tails.FileTail(path, position, has_times=True).read()) == 1
+
+    def test_return_an_unfinished_line_only_at_the_end(self, tmp_path):
+        path = tmp_path / "run.log"
+        path.write_bytes(b"one\ntw")
+        tail = tails.FileTail(path)
+
+        assert [line for _, line in tail.read()] == ["one"]
+        assert tail.read() == []
+        assert [line for _, line in tail.read(is_last=True)] == ["tw"]
+        assert tail.read(is_last=True) == []
+
+    def test_read_lines_of_any_length_and_bytes(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tails, "CHUNK_BYTES", 64)
+        path = tmp_path / "run.log"
+        lines = ["x" * size for size in (0, 1, 63, 64, 65, 1000, 0)] + ["a\x0bb\x85c\u2028d", "\r10 %\r20 %"]
+        path.write_bytes("".join(f"{line}\n" for line in lines).encode() + b"\xff\xfe\n")
+        tail, found = tails.FileTail(path), []
+        while new := tail.read():
+            found += [line for _, line in new]
+
+        assert found == [*lines, "\ufffd\ufffd"]
+
+    def test_of_a_log_that_was_replaced_start_again(self, tmp_path):
+        path = tmp_path / "run.log"
+        path.write_text("one\ntwo\n")
+        tail = tails.FileTail(path)
+        tail.read()
+        path.write_text("new\n")
+
+        assert [line for _, line in tail.read()] == ["new"]
+
+
+class TestLimits:
+    def test_a_body_that_is_too_large_is_refused_before_it_is_read(self, port, launcher, monkeypatch):
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            connection.sendall(
+                f"POST /api/v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {SUBMIT}\r\n"
+                f"Content-Length: {10**12}\r\n\r\n".encode()
+            )
+            assert connection.recv(100).startswith(b"HTTP/1.1 413")
+        monkeypatch.setattr(web, "MAX_BODY_BYTES", 1000)
+        assert ask(port, "/jobs", "POST", "x" * 1001)[0] == 413
+        chunks = (b"x" * 600 for _ in range(2))
+        assert ask(port, "/jobs", "POST", chunks, Transfer_Encoding="chunked")[0] == 413
+
+    def test_a_body_that_does_not_come_is_not_waited_for(self, serve, monkeypatch):
+        monkeypatch.setattr(web, "IDLE_S", 0.5)
+        port = serve().port
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            connection.sendall(
+                f"POST /api/v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {SUBMIT}\r\n"
+                "Content-Length: 100\r\n\r\n{".encode()
+            )
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+        assert ask(port, "/jobs")[0] == 200
+
+    def test_a_header_that_comes_slowly_is_not_waited_for(self, serve, monkeypatch):
+        monkeypatch.setattr(web, "IDLE_S", 0.5)
+        port = serve().port
+        begun_s = time.monotonic()
+        with socket.create_connection(("127.0.0.1", port), 5) as connection, suppress(OSError):
+            for letter in "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + "y" * 200:
+                connection.sendall(letter.encode())
+                time.sleep(0.05)
+        assert time.monotonic() - begun_s < 5
+
+    def test_requests_of_a_token_are_limited_and_others_are_not_affected(self, port, monkeypatch):
+        monkeypatch.setattr(web, "RATE_PER_S", 0.001)
+        monkeypatch.setattr(web, "BURST", 3)
+
+        statuses = [ask(port, "/jobs", token=READ)[0] for _ in range(1010)][-10:]
+
+        assert 429 in statuses
+        assert ask(port, "/jobs", token=END)[0] == 200
+
+
+class TestTls:
+    @pytest.fixture
+    def certificate(self, tmp_path):
+        files = Tls(tmp_path / "cert.pem", tmp_path / "key.pem")
+        subprocess.run(
+            [
+                *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+                *("-nodes", "-keyout", files.key, "-out", files.certificate, "-days", "2"),
+                *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            ],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        return files
+
+    def test_a_client_trusts_a_certificate_that_it_was_given_and_no_other(self, serve, certificate):
+        port = serve(tls=certificate).port
+        url = f"https://localhost:{port}"
+
+        client = ht.Client(url, SUBMIT, ca_file=certificate.certificate)
+        assert client.submit(JOB).state == "running"
+        with pytest.raises(UserError, match="the certificate of the server is not trusted"):
+            ht.Client(url, SUBMIT).jobs()
+        with pytest.raises(ServerError, match="does not respond"):
+            ht.Client(f"http://localhost:{port}", SUBMIT, patience_s=0.2).jobs()
+
+    def test_files_that_do_not_belong_together_are_refused(self, serve, certificate, tokens):
+        with pytest.raises(UserError, match="the certificate or its key cannot be used"):
+            serve(tls=Tls(certificate.certificate, certificate.certificate))
+
+
+class TestTheClient:
+    def test_outlives_a_restart_of_the_server(self, serve, launcher):
+        first = serve()
+        client = ht.Client(f"http://127.0.0.1:{first.port}", SUBMIT, patience_s=20)
+        job = client.submit(JOB)
+        lines = iter(job.logs(follow=True))
+        (job.folder / "run.log").write_text("one\n")
+        seen = [next(lines)]
+        first.close()
+        with (job.folder / "run.log").open("a") as log:
+            log.write("two\n")
+        launcher.now = JobStatus("succeeded", 0)
+
+        def again():
+            time.sleep(0.5)
+            serve(port=first.port)
+
+        threading.Thread(target=again).start()
+
+        assert job.wait(20) == JobStatus("succeeded", 0)
+        assert [*seen, *lines] == ["one", "two"]
+
+    def test_says_that_nobody_responds(self, launcher):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        with pytest.raises(ServerError, match=f"http://127.0.0.1:{port}/api/v1 does not respond"):
+            ht.Client(f"http://127.0.0.1:{port}", SUBMIT, patience_s=0.1).jobs()
+
+    @pytest.mark.parametrize("url", ["127.0.0.1:9301", "ftp://x", "http://", ""])
+    def test_refuses_what_is_no_url(self, url):
+        with pytest.raises(UserError, match="is not the URL of a server"):
+            ht.Client(url, SUBMIT)
+
+    def test_needs_a_token(self, monkeypatch):
+        monkeypatch.delenv("HOROVOD_TRAIN_TOKEN", raising=False)
+        with pytest.raises(UserError, match="no token is given"):
+            ht.Client("http://x")
+
+    def test_does_not_send_its_token_to_another_server(self, port, launcher):
+        asked = []
+
+        class Redirects(web.Server):
+            pass
+
+        async def app(scope, receive, send):
+            if scope["type"] == "http":
+                asked.append(scope["path"])
+                location = f"http://127.0.0.1:{port}/api/v1/jobs".encode()
+                await send(
+                    {"type": "http.response.start", "status": 302, "headers": [(b"location", location)]}
+                )
+                await send({"type": "http.response.body"})
+
+        server = Redirects(app, "127.0.0.1", 0)
+        try:
+            with pytest.raises((UserError, ServerError)):
+                ht.Client(f"http://127.0.0.1:{server.port}", SUBMIT, patience_s=0).jobs()
+        finally:
+            server.close()
+        assert len(asked) == 1
