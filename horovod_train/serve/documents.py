@@ -19,7 +19,7 @@ FileName = Annotated[str, Field(min_length=1, max_length=255)]
 class Submission(BaseModel):
     """A job to start."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     job: dict[str, object] = Field(description="Job description, as in a job file; see docs/job.md.")
     overrides: dict[str, object] = Field(
@@ -35,7 +35,7 @@ class Submission(BaseModel):
 class Cancellation(BaseModel):
     """How a job is ended."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     now: bool = Field(default=False, description="Kill the ranks at once, without saving a checkpoint.")
 

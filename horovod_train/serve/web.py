@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -236,12 +237,21 @@ def application(host: str, tokens: Tokens | None, *, has_api: bool = False) -> F
     async def explain(request: Request, error: HTTPException) -> Response:
         response = refused(request.scope, error.status_code, error.detail)
         response.headers.update(error.headers or {})
+        if error.status_code == 405:  # Starlette lists the methods of one route of the path
+            response.headers["Allow"] = ", ".join(_methods(made, request.scope))
         return response
 
     # Responses are compressed, because the page repeatedly requests JSON that is mostly numbers.
     made.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
     made.add_middleware(Guard, names=names_of(host), tokens=tokens)
     return made
+
+
+def _methods(app: FastAPI, scope: Scope) -> list[str]:
+    """Return the methods of all routes of a path."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    matching = (route for route in routes if route.matches(scope)[0] is not Match.NONE)
+    return sorted({method for route in matching for method in route.methods or ()})
 
 
 @asynccontextmanager
