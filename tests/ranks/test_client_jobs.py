@@ -73,25 +73,6 @@ def test_a_job_that_another_process_submitted_is_followed_to_its_result(describe
     assert read_checkpoint(result.checkpoint).summary["world_size"] == num_ranks
 
 
-def test_a_drained_job_goes_on_under_its_name_and_a_cancelled_one_has_its_code(described):
-    job = ht.submit(described, {"train.epochs": 500, "checkpoint.every_epochs": None})
-    next(line for line in job.logs(follow=True) if "loss" in line)
-    with pytest.raises(TimeoutError):
-        job.wait(0.1)
-    job.drain()
-
-    with pytest.raises(ht.JobFailedError, match="preempted") as caught:
-        job.result(TIMEOUT_S)
-    again = ht.submit(described, {"train.epochs": 500, "checkpoint.every_epochs": None})
-    next(line for line in again.logs(follow=True) if "resumed from" in line)
-    status = again.cancel()
-
-    assert caught.value.exit_code == 75
-    assert status.state == "cancelled"
-    assert status.exit_code == 143
-    assert again.metrics()["loss"][0][0] > 0
-
-
 def test_handles_are_used_in_an_event_loop(described):
     async def both():
         jobs = [

@@ -8,6 +8,7 @@ import time
 import pytest
 from support.cluster import cluster
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, mostly, write_job
+from support.service import SUBMIT, Service
 from support.slurm import slurm_on
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
@@ -108,6 +109,22 @@ def test_a_submitted_job_is_listed_followed_cancelled_and_has_saved(tmp_path, as
     assert waited.stdout.startswith(f"{job_id}: cancelled")
     assert waited.returncode == 143
     assert list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")
+
+
+@pytest.mark.parametrize("through", ["a server", pytest.param("this host", marks=pytest.mark.campaign)])
+def test_every_verb_of_the_client(tmp_path, slurm, through):
+    path = slow(tmp_path, "gloo")
+    variables = {**slurm.variables, "XDG_STATE_HOME": str(tmp_path / "state")}
+    service = Service(tmp_path, slurm.cluster.command(), variables)
+    try:
+        server = (service.url, SUBMIT) if through == "a server" else ()
+        program = (str(BIN / "python"), str(PROGRAMS / "every_verb.py"))
+        done = slurm.cluster.on_login(*program, str(path), *server, cwd=tmp_path, env=variables)
+    finally:
+        service.end()
+
+    assert done.returncode == 0, done.stderr
+    assert "launcher slurm" in done.stdout
 
 
 @pytest.mark.campaign

@@ -1,0 +1,110 @@
+"""Every verb of the client on MPIJobs, against the API server of the tests: here and through a server."""
+
+from __future__ import annotations
+
+import pytest
+from support.api import served as served_api
+from support.fake_launcher import progress, summary
+from support.mpijobs import described
+from support.waiting import wait_until
+
+import horovod_train as ht
+from horovod_train.client import tails
+from horovod_train.events.wire import to_line
+from horovod_train.launch.launchers.mpijob import launcher as module
+from horovod_train.serve import streams
+from horovod_train.serve.page import serve_page
+
+SUBMIT = "submit-token-0123456789"
+OUTPUT = [
+    to_line(progress(1, 2.0), 0),
+    "[1,1]<stdout>:hello",
+    to_line(progress(2, 1.0), 0),
+    to_line(summary(steps=2, metrics={"accuracy": 0.5}, checkpoint="/runs/step-2"), 0),
+]
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(tails.OutputTail, "pause_s", 0.05)
+    monkeypatch.setattr(streams, "LOOK_S", 0.05)
+    monkeypatch.setattr("horovod_train.serve.statuses.AGE_S", 0.0)
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    monkeypatch.setattr(module.MpiJobLauncher, "poll_s", 0.05)
+    with served_api(tmp_path, monkeypatch) as api:
+        yield api
+
+
+@pytest.fixture(params=["this machine", "a server"])
+def api(request, cluster, tmp_path):
+    if request.param == "this machine":
+        yield ht
+        return
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"submit {SUBMIT}\n")
+    tokens.chmod(0o600)
+    server = serve_page(
+        [tmp_path], [], host="127.0.0.1", port=0, token="x" * 16, token_file=tokens, most="submit"
+    )
+    yield ht.Client(f"http://127.0.0.1:{server.port}", SUBMIT)
+    server.close()
+
+
+def trains(cluster, job):
+    cluster.add_condition(job, "Created")
+    cluster.add_condition(job, "Running")
+    cluster.add_launcher(job, "".join(f"{line}\n" for line in OUTPUT))
+
+
+def succeeds(cluster, job):
+    trains(cluster, job)
+    cluster.add_condition(job, "Succeeded")
+
+
+def test_a_job_that_succeeds_has_output_events_metrics_and_a_result(api, cluster):
+    cluster.operator = succeeds
+    job = api.submit(described("cpu"), key="a")
+
+    assert api.submit(described("cpu"), key="a").id == job.id
+    assert job.launcher == "mpijob"
+    assert job.wait(20).state == "succeeded"
+    assert [line for line in job.logs(follow=True) if "hello" in line] == ["[rank 1] hello"]
+    assert [record.event.kind for record in job.events()] == ["progress", "progress", "summary"]
+    assert job.metrics()["loss"] == [(1, 2.0), (2, 1.0)]
+    result = job.result()
+    assert (result.metrics, str(result.checkpoint), result.num_steps) == (
+        {"accuracy": 0.5},
+        "/runs/step-2",
+        2,
+    )
+    assert cluster.names("MPIJob") == [job.id.partition("-")[0]]
+
+
+def test_a_job_is_drained_and_another_is_cancelled(api, cluster):
+    cluster.operator = trains
+    job = api.submit(described("cpu"))
+    assert job.state == "running"
+
+    job.drain()
+    wait_until(lambda: job.state == "preempted", 20)
+    with pytest.raises(ht.JobFailedError) as caught:
+        job.result(20)
+    again = api.submit(described("cpu"))
+    status = again.cancel()
+
+    assert caught.value.exit_code == 75
+    assert (status.state, status.exit_code) == ("cancelled", 143)
+    wait_until(lambda: not cluster.names("MPIJob"), 20)
+    assert {each.id for each in api.jobs()} == {job.id, again.id}
+    assert api.job(again.id).state == "cancelled"
+
+
+def test_a_job_that_is_rejected_is_not_listed_and_may_be_submitted_again(api, cluster):
+    cluster.refuses = {"NetworkPolicy": (403, "networkpolicies is forbidden")}
+    with pytest.raises(ht.errors.LaunchError, match="networkpolicies is forbidden"):
+        api.submit(described("cpu"), key="a")
+    assert api.jobs() == []
+    cluster.refuses, cluster.operator = {}, succeeds
+
+    assert api.submit(described("cpu"), key="a").wait(20).state == "succeeded"
