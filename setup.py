@@ -64,6 +64,8 @@ setup(
         "transformers": ["accelerate>=1.10", "transformers>=5.0"],
         # Trackers.
         "tensorboard": ["tensorboard>=2.18"],
+        "mlflow": ["mlflow>=3.4"],
+        "wandb": ["wandb>=0.20"],
         # strategy: deepspeed.
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
         # The launcher mpijob.

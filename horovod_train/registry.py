@@ -280,7 +280,9 @@ TRACKERS = Registry(
     builtin={
         "csv": "horovod_train.telemetry.trackers.csv_file:CsvFile",
         "jsonl": "horovod_train.telemetry.trackers.json_lines:JsonLines",
+        "mlflow": "horovod_train.telemetry.trackers.mlflow:MlFlow",
         "tensorboard": "horovod_train.telemetry.trackers.tensorboard:TensorBoard",
+        "wandb": "horovod_train.telemetry.trackers.wandb:WeightsAndBiases",
     },
 )
 
@@ -288,8 +290,8 @@ OBSERVERS = (  # hooks of jobs and of users' own loops, in the order in which th
     "horovod_train.training.hooks.replicas:CheckReplicasIdentical",
     "horovod_train.training.hooks.metrics:RecordMetrics",
     "horovod_train.training.hooks.waits:AttributeWaiting",
-    "horovod_train.training.hooks.track:Track",
     "horovod_train.training.hooks.progress:ReportProgress",
+    "horovod_train.training.hooks.track:Track",
 )
 
 HOOKS = (  # hooks of jobs: the observers, and those that need checkpoints

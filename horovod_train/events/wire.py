@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -64,6 +64,7 @@ class Reporter:
         stream: Output; None: events are written only to ``file``.
         file: Events file to which events are written in addition.
         channel: Channel for JSON lines, instead of ``stream``.
+        observers: Called with each event; they must not block.
     """
 
     rank: int
@@ -71,12 +72,15 @@ class Reporter:
     stream: TextIO | None = field(default_factory=lambda: sys.stdout)
     file: EventsFile | None = None
     channel: ChannelWriter | None = None
+    observers: list[Callable[[Event], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def report(self, event: Event) -> None:
         """Write an event in one call, so that launchers do not split its line; thread-safe."""
         if self.file is not None:
             self.file.write(event, self.rank)
+        for observe in self.observers:
+            observe(event)
         text = to_line(event, self.rank) if self.as_json else as_text(event, self.rank)
         if text is None or self.stream is None:
             return

@@ -33,6 +33,7 @@ from horovod_train.scripts.meter import StepMeter
 from horovod_train.telemetry.catalog import SCRIPT_CATALOG
 from horovod_train.telemetry.rank_metrics import open_recorder, serve, watch_exchange, watch_waiting
 from horovod_train.telemetry.records import GpuExchangeRecord
+from horovod_train.telemetry.tracking import open_trackers
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,10 @@ def run_script(job: Job, run_id: str | None, reporter: Reporter, stack: ExitStac
     if job.metrics.enabled:
         watch_imports(meter)
     watch_waiting(recorder, meter)
+    trackers = open_trackers(job, run_id, world.size, reporter, recorder, stack) if world.rank == 0 else None
+    if trackers is not None:
+        reporter.observers.append(trackers.observe_script)
+        trackers.start(0)
     begun_s = monotonic()
     try:
         execute(Path(job.task.rpartition(":")[0]), list(map(str, job.task_args.get("arguments", []))))

@@ -23,6 +23,7 @@ from horovod_train.telemetry.records import (
     GraceRecord,
     ReferenceRecord,
     StepRecord,
+    TrackerRecord,
     WaitRecord,
     WorldRecord,
 )
@@ -340,6 +341,14 @@ JOB = (
         "Are checkpoints written?",
         WriteReport,
         lambda report: 1 if report.error else None,
+    ),
+    Metric(
+        "horovod_train_tracker_lost_calls_total",
+        "counter",
+        "Calls of experiment trackers that were dropped, because a tracker is slow, or failed (rank 0).",
+        "Do the trackers have all values?",
+        TrackerRecord,
+        lambda calls: calls.num_lost,
     ),
     Metric(
         "horovod_train_grace_needed_seconds",

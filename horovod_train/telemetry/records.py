@@ -110,6 +110,13 @@ class GraceRecord:
 
 
 @dataclass(frozen=True)
+class TrackerRecord:
+    """Calls of trackers that were dropped or failed."""
+
+    num_lost: int
+
+
+@dataclass(frozen=True)
 class ReferenceRecord:
     """Throughput of a run of the same job on one rank, and peak FLOP/s of the device; None: unknown."""
 

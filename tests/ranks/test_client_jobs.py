@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 from support.launching import PROGRAMS, TIMEOUT_S, environment, free_port
-from support.tracked import read_json_lines, read_tensorboard
+from support.tracked import read_json_lines, read_mlflow, read_tensorboard, read_wandb
 from support.waiting import wait_until
 
 import horovod_train as ht
@@ -19,7 +19,11 @@ from horovod_train.checkpoint.store import read_checkpoint
 from horovod_train.events.types import Evaluation, Progress
 
 TASK = f"{PROGRAMS / 'quick_tasks.py'}:Noted"
-pytestmark = pytest.mark.ranks
+pytestmark = [
+    pytest.mark.ranks,
+    # MLflow's models of its database use what SQLAlchemy 2.1 deprecates.
+    pytest.mark.filterwarnings("ignore:.*``noload`` loader strategy.*"),
+]
 # What an Airflow worker does: start a job, and exit.
 SUBMITS = """
 import json, sys
@@ -46,6 +50,9 @@ def described(tmp_path, monkeypatch):
     }
     # A launcher exits a moment after it has written its last state.
     wait_until(lambda: not psutil.Process().children(), 10)
+    store = sys.modules.get("mlflow.store.tracking.sqlalchemy_store")
+    for engine in store.SqlAlchemyStore._engine_map.values() if store else ():
+        engine.dispose()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -84,21 +91,47 @@ def test_handles_are_used_in_an_event_loop(described):
     assert [status.state for status in asyncio.run(both())] == ["succeeded", "succeeded"]
 
 
-def test_trackers_have_each_step_of_a_job_that_was_killed_and_resumed_once(described, tmp_path):
-    described["metrics"]["trackers"] = [{"name": "jsonl"}, {"name": "tensorboard"}]
+def test_trackers_have_each_step_of_a_job_that_was_killed_and_resumed_once(described, tmp_path, monkeypatch):
+    for variable in ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    names = ("jsonl", "tensorboard", "mlflow", "wandb")
+    described["metrics"]["trackers"] = [{"name": name} for name in names]
     described["checkpoint"] = {"every_steps": 3}
-    described["train"]["epochs"] = 6
+    described["train"]["epochs"] = 60
     job = ht.submit(described)
-    wait_until(lambda: len(job.metrics().get("eval/loss", [])) > 1, TIMEOUT_S)
+    # MLflow is imported in the background, while ranks train.
+    database = tmp_path / "runs" / "mlflow.db"
+    wait_until(lambda: database.exists() and len(job.metrics().get("eval/loss", [])) > 1, TIMEOUT_S)
     job.cancel(now=True)
     again = ht.submit(described, {"task_args.pause_s": 0.0})
     result = again.result(TIMEOUT_S)
 
-    rows = read_json_lines(tmp_path / "runs" / "test" / "metrics.jsonl")
-    shown = read_tensorboard(tmp_path / "runs" / "test" / "tensorboard")
+    folder = tmp_path / "runs" / "test"
+    rows = read_json_lines(folder / "metrics.jsonl")
     assert [step for step, _ in rows["loss"]] == list(range(1, result.num_steps + 1))
     assert set(again.metrics()["loss"]) <= set(rows["loss"])
     assert rows["eval/loss"][-1][1] == result.metrics["loss"]
     assert len(rows["eval/loss"]) == described["train"]["epochs"]
-    for name, points in rows.items():
-        assert shown[name] == [(step, np.float32(value)) for step, value in points]
+    assert set(rows) == {"loss", "lr", "samples_per_s", "grad_norm", "eval/loss"}
+    # Throughput is that of the reported steps.
+    assert set(again.metrics()["samples_per_s"][:-1]) <= set(rows["samples_per_s"])
+
+    stored = read_mlflow(f"sqlite:///{database}", "test")[0], read_wandb(folder / "wandb")[0]
+    shown = read_tensorboard(folder / "tensorboard")
+    for name in ("loss", "lr", "eval/loss"):
+        assert shown[name] == [(step, np.float32(value)) for step, value in rows[name]], name
+        reported = {*job.metrics()[name], *again.metrics()[name]}
+        for found in stored:  # values that were not sent before the kill are those of the events
+            assert set(found[name]) <= set(rows[name])
+            assert len(found[name]) == len(dict(found[name]))
+            steps = {step for step, _ in reported}
+            steps |= {step for step, _ in rows[name] if step > again.metrics()["loss"][0][0]}
+            assert steps <= {step for step, _ in found[name]}, name
+    summaries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (summary,) = [each["summary"] for each in summaries if "summary" in each]
+    assert summary["state"] == "succeeded"
+    assert summary["checkpoint"] == str(result.checkpoint)
+    assert {f"{name}/rank_{rank}" for name in ("own_s", "waiting") for rank in (0, 1)} <= set(summary)
+    _, run = read_mlflow(f"sqlite:///{database}", "test")
+    assert run.data.metrics["summary/own_s/rank_1"] == summary["own_s/rank_1"]
+    assert run.info.status == "FINISHED"

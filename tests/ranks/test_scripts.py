@@ -10,6 +10,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, free_port
+from support.tracked import read_json_lines
 
 from horovod_train.monitor.history import HistoryReader
 from horovod_train.monitor.rank_series import PHASES
@@ -50,8 +51,8 @@ def metrics(log_dir, rank):
 
 
 def test_a_distributed_optimizer_is_seen_step_by_step(tmp_path):
-    """With its slow rank, its phases, bytes, samples and learning rate; over Gloo."""
-    flags = ("--controller", "gloo")
+    """With its slow rank, its phases, bytes, samples and learning rate, and its trackers; over Gloo."""
+    flags = ("--controller", "gloo", "--set", "metrics.trackers=[{name: jsonl}]")
     done = run(tmp_path, "torch_optimizer.py", "--steps", 120, "--slow-rank", 1, flags=flags)
     log_dir, history = seen(tmp_path, "torch_optimizer.py")
 
@@ -79,6 +80,13 @@ def test_a_distributed_optimizer_is_seen_step_by_step(tmp_path):
     assert waited_for[1] > 10 * waited_for[0]
     assert history.summary is None
     assert history.counts["script_done"] == 2
+    tracked = read_json_lines(log_dir.parent / "metrics.jsonl")
+    for name in ("loss", "lr", "samples_per_s"):
+        points = {point.step: getattr(point, name) for point in history.points}
+        assert tracked[name] == [(step, value) for step, value in points.items() if value is not None]
+    *_, last = (log_dir.parent / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(last)["summary"]["state"] == "succeeded"
+    assert json.loads(last)["summary"]["own_s/rank_0"] > 0
 
 
 @pytest.mark.campaign

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ SETUP = Path(__file__).parents[2] / "setup.py"
 # Installed in place of what the extra names; for `make mutants` alone.
 INSTEAD = {"tensorflow": "tensorflow-cpu"}
 LEFT_OUT = {"mutants"}
+# Packages of one release, which bring the same files with the same contents.
+OF_ONE_RELEASE = {"mlflow", "mlflow-skinny", "mlflow-tracing"}
 
 
 def extras() -> dict[str, list[str]]:
@@ -35,11 +36,11 @@ def test_this_environment_has_what_an_extra_wants(extra):
 def test_no_two_packages_bring_the_same_file():
     """As urllib3-future brings a urllib3 of its own, with which no object of Kubernetes can be created."""
     owners = defaultdict(set)
-    files = chain.from_iterable(
-        ((each.metadata["Name"], file) for file in each.files or ()) for each in metadata.distributions()
-    )
-    for name, file in files:
-        if file.suffix in {".py", ".so"}:
-            owners[str(file)].add(name)
+    for each in metadata.distributions():
+        name = each.metadata["Name"]
+        for line in (each.read_text("RECORD") or "").splitlines():
+            file = line.partition(",")[0]
+            if file.endswith((".py", ".so")):
+                owners[file].add(name.partition("-")[0] if name in OF_ONE_RELEASE else name)
 
     assert not {file: names for file, names in owners.items() if len(names) > 1}

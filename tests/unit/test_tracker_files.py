@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from support.tracked import read_json_lines, read_tensorboard
+from support.launching import free_port
+from support.tracked import read_json_lines, read_mlflow, read_tensorboard, read_wandb
+from support.waiting import wait_until
 
+from horovod_train.errors import UserError
 from horovod_train.telemetry.trackers.base import TrackedRun
 from horovod_train.telemetry.trackers.csv_file import CsvFile
 from horovod_train.telemetry.trackers.json_lines import JsonLines
+from horovod_train.telemetry.trackers.mlflow import MlFlow
 from horovod_train.telemetry.trackers.tensorboard import TensorBoard
+from horovod_train.telemetry.trackers.wandb import WeightsAndBiases, framed
+
+# MLflow's models of its database use what SQLAlchemy 2.1 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.*``noload`` loader strategy.*")
 
 JOB = {"name": "j", "train": {"epochs": 2, "max_steps": None}, "data": {"shuffle": True}, "ema": {}}
+
+
+@pytest.fixture(autouse=True)
+def databases_are_closed():
+    yield
+    store = sys.modules.get("mlflow.store.tracking.sqlalchemy_store")
+    for engine in store.SqlAlchemyStore._engine_map.values() if store else ():
+        engine.dispose()
+    requests = sys.modules.get("mlflow.utils.request_utils")
+    if requests:
+        requests._cached_get_request_session.cache_clear()
+        gc.collect()
 
 
 def run_of(folder, run_id, step):
@@ -112,3 +139,164 @@ def test_an_evaluation_that_a_resume_repeats_is_there_once(make, tmp_path):
     )
 
     assert found == {"loss": [(1, 1.0), (2, 0.5)], "eval/acc": [(1, 0.5), (2, 0.75)]}
+
+
+FIRST_VALUES = {
+    # These two store no second value of a step: values are those of the first pass.
+    "loss": [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0), (5, np.inf)],
+    "lr": [(1, 0.1), (2, 0.1), (3, 0.1), (4, 0.1)],
+    "eval/acc": [(4, 0.1)],
+}
+SUMMARY = {"state": "succeeded", "checkpoint": "/c/step-5", "own_s/rank_0": 0.25, "waiting/rank_0": 0.5}
+
+
+def killed_resumed_and_summarized(make, folder):
+    """As above, without a value that is not finite, and with a summary."""
+    first = [(step, {"loss": 10.0 - step, "lr": 0.1}) for step in range(1, 5)]
+    trained(make, folder, "a", 0, *first, (4, {"eval/acc": 0.1})).end()
+    tracker = trained(make, folder, "b", 2, (3, {"loss": 7.0}), (4, {"loss": 6.0}), (5, {"loss": np.inf}))
+    tracker.log(4, 1.0, {"loss": 1.5})
+    tracker.summarize(SUMMARY)
+    tracker.end()
+
+
+def test_mlflow_has_each_step_once_and_the_job(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    killed_resumed_and_summarized(MlFlow, tmp_path / "j")
+    found, run = read_mlflow(f"sqlite:///{tmp_path}/mlflow.db", "j")
+
+    assert {name: found[name] for name in FIRST_VALUES} == {
+        **FIRST_VALUES,
+        "loss": [
+            *FIRST_VALUES["loss"][:-1],
+            (5, pytest.approx(np.finfo(float).max)),
+        ],  # MLflow has no infinity
+    }
+    assert found["summary/own_s/rank_0"] == [(5, 0.25)]
+    assert run.info.status == "FINISHED"
+    assert run.data.params["train.epochs"] == "2"
+    assert run.data.params["version.torch"] == "2.13.0"
+    assert run.data.tags["horovod_train.checkpoint"] == "/c/step-5"
+    assert run.data.tags["horovod_train.returned_to"] == "4"
+    assert run.data.tags["horovod_train.run_id"] == "b"
+    assert (tmp_path / "mlflow-artifacts" / run.info.run_id / "artifacts" / "checkpoint.txt").read_text() == (
+        "/c/step-5\n"
+    )
+
+
+def test_mlflow_continues_a_run_whose_parameters_have_changed(tmp_path):
+    uri = f"sqlite:///{tmp_path}/x.db"
+    for run_id, step, epochs in (("a", 0, 2), ("b", 1, 9)):
+        tracker = MlFlow(uri, "e")
+        job = {**JOB, "train": {"epochs": epochs}}
+        tracker.start(TrackedRun(job, run_id, tmp_path / "j", 2, step, {}))
+        tracker.log(step + 1, 1.0, {"loss": 1.0})
+        tracker.end()
+    found, run = read_mlflow(uri, "e")
+
+    assert found["loss"] == [(1, 1.0), (2, 1.0)]
+    assert run.data.params["train.epochs"] == "2"
+    assert run.data.tags["changed.train.epochs"] == "9"
+    assert run.info.status == "FAILED", "no summary has told of a success"
+
+
+def test_mlflow_takes_names_and_values_that_it_has_no_characters_or_room_for(tmp_path):
+    uri = f"sqlite:///{tmp_path}/x.db"
+    tracker = MlFlow(uri)
+    tracker.start(TrackedRun({"name": "j", "env": {"A=B": "x" * 20_000}}, "a", tmp_path / "j", 1, 0, {}))
+    tracker.log(1, float("nan"), {"eval/top@5 (%)": 0.5})
+    tracker.end()
+    found, run = read_mlflow(uri, "j")
+
+    assert found == {"eval/top_5 ___": [(1, 0.5)]}
+    assert run.data.params["env.A_B"].startswith("xxx")
+
+
+def test_no_password_is_part_of_a_job():
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_PASSWORD|contains a password"):
+        MlFlow("https://me:secret@mlflow.example")
+
+
+def test_wandb_has_each_step_once_and_the_job(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    killed_resumed_and_summarized(WeightsAndBiases, tmp_path / "j")
+    found, summary = read_wandb(tmp_path / "j" / "wandb")
+
+    assert found == {**FIRST_VALUES, "loss": [*FIRST_VALUES["loss"][:-1], (5, np.inf)]}
+    assert {name: summary[name] for name in SUMMARY} == SUMMARY
+    assert summary["returned_to"] == 4
+
+
+def test_records_of_wandb_are_read_across_blocks_and_up_to_a_cut():
+    """Independent of what W&B writes: fragments of LevelDB's log format, made by hand."""
+    records = [b"a" * 10, b"b" * 70_000, b"", b"c" * (32 * 1024 - 200), b"d" * 300]
+    content, block = bytearray(7), 32 * 1024
+    for data in records:
+        begin, is_first = 0, True
+        while True:
+            left = block - len(content) % block
+            if left < 7:
+                content += bytes(left)
+                continue
+            part = data[begin : begin + left - 7]
+            begin += len(part)
+            is_last = begin == len(data)
+            kind = {(True, True): 1, (True, False): 2, (False, False): 3, (False, True): 4}[is_first, is_last]
+            content += bytes(4) + len(part).to_bytes(2, "little") + bytes([kind]) + part
+            is_first = False
+            if is_last:
+                break
+
+    assert list(framed(bytes(content))) == records
+    for size in range(len(content) - 1, len(content) - 500, -7):
+        assert list(framed(bytes(content[:size]))) == records[:4] or size < len(content) - 300
+
+
+@pytest.mark.parametrize("tracker", [MlFlow, WeightsAndBiases])
+def test_a_package_that_is_missing_is_named_with_its_extra(tracker, monkeypatch):
+    module = sys.modules[tracker.__module__]
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+
+    with pytest.raises(UserError, match="is not installed") as caught:
+        tracker()
+
+    assert "pip install 'horovod_train[" in caught.value.hint
+
+
+def test_wandb_knows_two_modes():
+    with pytest.raises(UserError, match="allowed: online, offline"):
+        WeightsAndBiases(mode="dryrun")
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A real MLflow server; its address."""
+    port = free_port()
+    program = Path(sys.executable).with_name("mlflow")
+    command = [program, "server", "--port", str(port), "--backend-store-uri", f"sqlite:///{tmp_path}/s.db"]
+    with subprocess.Popen(
+        [*command, "--artifacts-destination", tmp_path / "artifacts", "--workers", "1"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd=tmp_path,
+    ) as process:  # fmt: skip
+        try:
+            wait_until(lambda: is_open(port), 90)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_open(port):
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.campaign
+def test_mlflow_may_be_a_server(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    killed_resumed_and_summarized(MlFlow, tmp_path / "j")
+    found, run = read_mlflow(server, "j")
+
+    assert found["lr"] == FIRST_VALUES["lr"]
+    assert found["eval/acc"] == FIRST_VALUES["eval/acc"]
+    assert run.info.status == "FINISHED"
+    assert list((tmp_path / "artifacts").rglob("checkpoint.txt"))

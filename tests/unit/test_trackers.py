@@ -14,9 +14,9 @@ from support.worlds import on_ranks
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.load import load_job
 from horovod_train.errors import ConfigError, UserError
+from horovod_train.telemetry import tracking as track
 from horovod_train.telemetry.trackers.base import TrackedRun
 from horovod_train.telemetry.trackers.csv_file import CsvFile
-from horovod_train.training.hooks import track
 from horovod_train.training.hooks.base import HookParts
 from horovod_train.training.hooks.track import Track
 from horovod_train.training.loop import train
@@ -59,13 +59,23 @@ def kept(monkeypatch):
 NAME = f"{__name__}:Kept"
 
 
+class Counted:
+    """A recorder that counts the calls that trackers have lost."""
+
+    def __init__(self):
+        self.num_lost = 0
+
+    def record(self, source):
+        self.num_lost += source.num_lost
+
+
 def tracked(world=None, trackers=({"name": NAME},), fails=False, **job):
     """Train with trackers; return what a person was told, and what hooks saw of the steps."""
-    world, told = world or SingleRank(), Told()
+    world, told, recorder = world or SingleRank(), Told(), Counted()
     run = made(world, metrics={"trackers": list(trackers), "grad_norm_every_steps": 2}, **job)
     with ExitStack() as stack:
         parts = HookParts(
-            run.job, "run-1", world, None, None, None, told.reporter, None, lambda: False, 1.0, stack
+            run.job, "run-1", world, None, None, recorder, told.reporter, None, lambda: False, 1.0, stack
         )
         hook = Track.of(parts)
         run.hooks += [hook] if hook is not None else []
@@ -75,7 +85,12 @@ def tracked(world=None, trackers=({"name": NAME},), fails=False, **job):
                 train(run)
         else:
             train(run)
+    kept_count.append(recorder.num_lost)
     return told.text, run.hooks[0].reports
+
+
+kept_count = []
+"""Calls that were lost in each training of this module."""
 
 
 class Fails:
@@ -142,6 +157,8 @@ def test_a_tracker_that_fails_is_left_out_and_told_once(kept, monkeypatch, error
     assert said.count("is disabled") == 1
     assert text in said
     assert len(reports) > 2
+    # The call that failed, and all later ones; the summary is one of them only if the tracker has it.
+    assert kept_count[-1] == len(reports) + 2 - 1
     assert kept.told[-1][0] == 1
 
 
@@ -163,6 +180,7 @@ def test_a_slow_tracker_holds_no_rank_up_and_what_it_missed_is_told(kept, monkey
     num_missed = int(re.search(r"tracker .*Kept is too slow: (\d+) call", said)[1])
     num_calls = 1 + len(reports) + 2
     assert num_calls - 2 <= num_missed <= num_calls - 1
+    assert num_missed - 4 <= kept_count[-1] <= num_missed
 
 
 def test_a_tracker_that_hangs_as_it_closes_is_told_and_no_call_is_said_to_be_missed(kept, monkeypatch):

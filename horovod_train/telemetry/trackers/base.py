@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from horovod_train.events.series import Series
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,8 @@ class TrackedRun:
         folder: Folder that contains the runs of the job.
         step: Completed steps at the start; greater than 0 if training resumes from a checkpoint.
         versions: Versions of installed packages by name.
+        history: Returns the values of earlier runs of this training, as far as their events have them. A
+            tracker that sends values later than they are logged adds those that were lost with a killed rank.
     """
 
     job: Mapping[str, object]
@@ -25,13 +29,49 @@ class TrackedRun:
     world_size: int
     step: int
     versions: Mapping[str, str] = field(default_factory=dict)
+    history: Callable[[], Series] = dict
+
+    def missing(self, last: Mapping[str, int]) -> list[tuple[int, dict[str, float]]]:
+        """Return step and values of the history after the last stored step, up to the start of this run.
+
+        Args:
+            last: Last stored step, by kind (``kind_of``).
+        """
+        if not self.step:
+            return []
+        rows: dict[tuple[int, str], dict[str, float]] = {}
+        for name, points in self.history().items():
+            kind = kind_of([name])
+            for step, value in points:
+                if last[kind] < step <= self.step:
+                    rows.setdefault((step, kind), {})[name] = value
+        # A step precedes the evaluation after it.
+        return [(step, values) for (step, _), values in sorted(rows.items(), key=_by_step)]
+
+
+def _by_step(row: tuple[tuple[int, str], object]) -> tuple[int, bool]:
+    (step, kind), _ = row
+    return step, kind == "evaluation"
+
+
+def kind_of(names: Iterable[str]) -> str:
+    """Return whether values with some names are those of a ``step`` or of an ``evaluation``."""
+    return "evaluation" if any(name.startswith("eval/") for name in names) else "step"
+
+
+SummaryValues = dict[str, float | str]
+"""Values of a whole run: ``state`` (succeeded, preempted or failed), ``checkpoint`` (path of the newest one),
+and for each rank ``own_s/rank_<n>`` (own time per step, in seconds) and ``waiting/rank_<n>`` (share of time
+in which it waited for later ranks), as far as known.
+"""
 
 
 class Tracker(Protocol):
     """Tracker, created with the job's ``args`` on rank 0.
 
     Its methods are called in its own thread, so that training does not wait for a slow tracker. After an
-    exception, which is reported once, the tracker is disabled and training continues.
+    exception, which is reported once, the tracker is disabled and training continues. If it also has a method
+    ``summarize(values)``, this is called with ``SummaryValues`` before ``end``, unless the rank was killed.
     """
 
     def start(self, run: TrackedRun) -> None:
@@ -44,9 +84,9 @@ class Tracker(Protocol):
         Args:
             step: Completed optimizer steps. After a return to a checkpoint, it may be smaller than before:
                 the later values are valid.
-            epochs: Epochs passed.
-            values: Of a step: ``loss``, ``lr``, and further numbers if computed, such as ``grad_norm``; of an
-                evaluation: ``eval/<metric>``.
+            epochs: Epochs passed; NaN: unknown.
+            values: Of a step: ``loss``, ``lr``, ``samples_per_s`` of reported steps, and further numbers if
+                computed, such as ``grad_norm``; of an evaluation: ``eval/<metric>``.
         """
         ...
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from horovod_train.telemetry.trackers.base import TrackedRun
+from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun
 
 COLUMNS = ("run", "step", "epochs", "name", "value")
 
@@ -47,6 +47,13 @@ class CsvFile:
     def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
         """Append a row for each value."""
         self._rows.writerows((self._run_id, step, epochs, name, value) for name, value in values.items())
+        self._file.flush()
+
+    def summarize(self, values: SummaryValues) -> None:
+        """Append a row for each value of the summary, without a step."""
+        self._rows.writerows(
+            (self._run_id, "", "", f"summary/{name}", value) for name, value in values.items()
+        )
         self._file.flush()
 
     def end(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.system.files import write_atomic
-from horovod_train.telemetry.trackers.base import TrackedRun
+from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, kind_of
 
 Entry = dict[str, Any]
 
@@ -18,8 +18,9 @@ class JsonLines:
     """Tracker that writes a file with one line per start, logged step and evaluation.
 
     Steps are unique: a resume, and a return to a checkpoint, remove the lines of later steps. A line of a
-    start has ``run``, ``from_step``, ``world_size``, ``versions`` and ``job``; other lines have ``run``,
-    ``step``, ``epochs`` and ``values``. Values that are not finite are null.
+    start has ``run``, ``from_step``, ``world_size``, ``versions`` and ``job``, that of an end ``run`` and
+    ``summary``; other lines have ``run``, ``step``, ``epochs`` and ``values``. Values that are not finite
+    are null.
 
     Args:
         path: File, relative to the folder of the job's runs; None: ``metrics.jsonl``.
@@ -55,8 +56,12 @@ class JsonLines:
         if step <= self._last[kind]:
             self._retain(lambda entry: entry["step"] < step or kind_of(entry["values"]) != kind)
         self._last[kind] = step
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._append({"run": self._run_id, "step": step, "epochs": epochs, "values": finite})
+        finite = {name: _finite(value) for name, value in values.items()}
+        self._append({"run": self._run_id, "step": step, "epochs": _finite(epochs), "values": finite})
+
+    def summarize(self, values: SummaryValues) -> None:
+        """Append a line with the summary."""
+        self._append({"run": self._run_id, "summary": values})
 
     def end(self) -> None:
         """Do nothing: each line was written and closed."""
@@ -82,9 +87,8 @@ class JsonLines:
             write_atomic(self._path, "".join(f"{line}\n" for line in kept))
 
 
-def kind_of(values: Mapping[str, object]) -> str:
-    """Return whether values are those of a step or of an evaluation."""
-    return "evaluation" if any(name.startswith("eval/") for name in values) else "step"
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def entry_of(line: str) -> Entry | None:
@@ -93,5 +97,6 @@ def entry_of(line: str) -> Entry | None:
         entry = json.loads(line)
     except ValueError:
         return None
-    fits = isinstance(entry, dict) and ("from_step" in entry or {"step", "values"} <= entry.keys())
+    known = ({"from_step"}, {"step", "values"}, {"summary"})
+    fits = isinstance(entry, dict) and any(keys <= entry.keys() for keys in known)
     return entry if fits else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -11,8 +12,7 @@ from types import ModuleType
 
 from horovod_train.config.flatten import flat
 from horovod_train.system.optional import import_optional
-from horovod_train.telemetry.trackers.base import TrackedRun
-from horovod_train.telemetry.trackers.json_lines import kind_of
+from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, kind_of
 
 VERSION = "brain.Event:2"
 HEAD_BYTES, CHECKSUM_BYTES = 12, 4  # of a TFRecord: length (8) and its checksum; checksum of the data
@@ -75,10 +75,19 @@ class TensorBoard:
         else:
             self._last_evaluation = step
         value = self._summaries.Summary.Value
-        scalars = [
-            value(tag=name, simple_value=number) for name, number in {**values, "epochs": epochs}.items()
-        ]
+        numbers = {**values} if math.isnan(epochs) else {**values, "epochs": epochs}
+        scalars = [value(tag=name, simple_value=number) for name, number in numbers.items()]
         self._write(step=step, summary=self._summaries.Summary(value=scalars))
+
+    def summarize(self, values: SummaryValues) -> None:
+        """Write the numbers of the summary as scalars of the last step."""
+        value = self._summaries.Summary.Value
+        scalars = [
+            value(tag=f"summary/{name}", simple_value=number)
+            for name, number in values.items()
+            if not isinstance(number, str)
+        ]
+        self._write(step=self._last_step, summary=self._summaries.Summary(value=scalars))
 
     def end(self) -> None:
         """Close the file."""

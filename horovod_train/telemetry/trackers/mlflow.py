@@ -1,0 +1,188 @@
+"""Tracker for MLflow 3: a database on this machine, or a server."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from time import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from horovod_train.config.flatten import flat
+from horovod_train.errors import UserError
+from horovod_train.system.optional import import_optional
+from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, kind_of
+
+EXTRA = "pip install 'horovod_train[mlflow]'"
+FLUSH_S = 2.0
+MAX_BATCH = 500
+"""Values are sent every ``FLUSH_S``, or when there are so many: a request per step would cost time."""
+
+MAX_PARAMS_PER_REQUEST = 100
+DATABASE = "mlflow.db"
+FOLDER_TAG, RUN_TAG = "horovod_train.folder", "horovod_train.run_id"
+STATES = {"succeeded": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+
+
+class MlFlow:
+    """Tracker for MLflow: parameters, metrics, tags, and the path of the newest checkpoint.
+
+    Each training is one MLflow run; a resume continues it. MLflow stores no second value of a step: after a
+    resume or a return to a checkpoint, repeated steps have their first values, and the tag
+    ``horovod_train.returned_to`` has the first step of the last return.
+
+    Args:
+        uri: Tracking URI; None: ``MLFLOW_TRACKING_URI``, or else the database ``mlflow.db`` in the folder
+            that contains all jobs. Credentials are read from MLflow's environment variables.
+        experiment: Name of the experiment; None: the name of the job.
+
+    Raises:
+        UserError: MLflow is not installed, or the URI contains credentials.
+    """
+
+    def __init__(self, uri: str | None = None, experiment: str | None = None) -> None:
+        if find_spec("mlflow") is None:  # importing it takes seconds, and is left to the tracker's thread
+            raise UserError("the tracker mlflow: the package mlflow is not installed", hint=EXTRA)
+        if uri is not None and urlsplit(uri).password:
+            raise UserError(
+                "the tracker mlflow: `uri` contains a password",
+                hint="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD by launch.secrets",
+            )
+        self._uri = uri
+        self._experiment = experiment
+        self._metrics: list[Any] = []
+        self._flushed_s = 0.0
+
+    def start(self, run: TrackedRun) -> None:
+        """Create a run, or continue that of the training that is resumed."""
+        mlflow = import_optional("mlflow", needed_by="the tracker mlflow", hint=EXTRA)
+        self._entities = mlflow.entities
+        store = run.folder.parent
+        uri = self._uri or mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
+        if not uri:
+            _create_database(mlflow.MlflowClient, store / DATABASE)
+        self._client = mlflow.MlflowClient(tracking_uri=uri or f"sqlite:///{store / DATABASE}")
+        experiment_id = self._find_experiment(
+            self._experiment or str(run.job["name"]), None if uri else store / "mlflow-artifacts"
+        )
+        earlier = self._find_run(experiment_id, run.folder) if run.step else None
+        self._last = {"step": 0, "evaluation": 0}
+        tags = {FOLDER_TAG: str(run.folder), RUN_TAG: run.run_id, "horovod_train.ranks": str(run.world_size)}
+        fields = {name: str(value) for name, value in flat(run.job)}
+        if earlier is None:
+            made = self._client.create_run(experiment_id, run_name=run.run_id, tags=tags)
+            self._id = made.info.run_id
+            params = {**fields, **{f"version.{name}": each for name, each in run.versions.items()}}
+            self._log_params(params)
+        else:
+            self._continue(earlier, fields, tags)
+        for step, values in run.missing(self._last):
+            self.log(step, math.nan, values)
+
+    def _continue(self, earlier: Any, fields: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        self._id = earlier.info.run_id
+        self._client.update_run(self._id, status="RUNNING")
+        changed = {  # parameters cannot be changed
+            f"changed.{name}": value
+            for name, value in fields.items()
+            if earlier.data.params.get(_key(name), value) != value
+        }
+        self._set_tags({**tags, **changed})
+        self._last = {"step": self._last_step(["loss"])}
+        names = [name for name in earlier.data.metrics if name.startswith("eval/")]
+        self._last["evaluation"] = self._last_step(names)
+
+    def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
+        """Store values of a step that has none yet."""
+        kind = kind_of(values)
+        if step <= self._last[kind]:
+            if kind == "step":
+                self._set_tags({"horovod_train.returned_to": str(step)})
+            return
+        self._last[kind] = step
+        now_ms = int(time() * 1000)
+        self._metrics += [
+            self._entities.Metric(_key(name), value, now_ms, step) for name, value in values.items()
+        ]
+        if len(self._metrics) >= MAX_BATCH or time() - self._flushed_s > FLUSH_S:
+            self._flush()
+
+    def summarize(self, values: SummaryValues) -> None:
+        """Store summary values as metrics of the last step, and the checkpoint's path as tag and artifact."""
+        now_ms = int(time() * 1000)
+        self._metrics += [
+            self._entities.Metric(_key(f"summary/{name}"), value, now_ms, self._last["step"])
+            for name, value in values.items()
+            if not isinstance(value, str)
+        ]
+        self._state = str(values.get("state", "failed"))
+        if "checkpoint" in values:
+            self._set_tags({"horovod_train.checkpoint": str(values["checkpoint"])})
+            self._client.log_text(self._id, f"{values['checkpoint']}\n", "checkpoint.txt")
+
+    def end(self) -> None:
+        """Send the remaining values, and set the status of the run."""
+        self._flush()
+        self._client.set_terminated(self._id, STATES.get(self._state, "FAILED"))
+
+    _state = "failed"
+
+    def _flush(self) -> None:
+        for begin in range(0, len(self._metrics), MAX_BATCH):
+            self._client.log_batch(self._id, metrics=self._metrics[begin : begin + MAX_BATCH])
+        self._metrics = []
+        self._flushed_s = time()
+
+    def _find_experiment(self, name: str, artifacts: Path | None) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        return str(self._client.create_experiment(name, str(artifacts) if artifacts else None))
+
+    def _find_run(self, experiment_id: str, folder: Path) -> Any:
+        """Return the newest run of a folder; None: there is none."""
+        quoted = str(folder).replace("'", "\\'")
+        runs = self._client.search_runs(
+            [experiment_id],
+            f"tags.`{FOLDER_TAG}` = '{quoted}'",
+            order_by=["attributes.start_time DESC"],
+            max_results=1,
+        )
+        return runs[0] if runs else None
+
+    def _last_step(self, names: list[str]) -> int:
+        """Return the last step that has a value of one of some metrics."""
+        histories = (self._client.get_metric_history(self._id, name) for name in names)
+        return max((each.step for history in histories for each in history), default=0)
+
+    def _log_params(self, params: Mapping[str, str]) -> None:
+        listed = [self._entities.Param(_key(name), value) for name, value in params.items()]
+        for begin in range(0, len(listed), MAX_PARAMS_PER_REQUEST):
+            self._client.log_batch(self._id, params=listed[begin : begin + MAX_PARAMS_PER_REQUEST])
+
+    def _set_tags(self, tags: Mapping[str, str]) -> None:
+        listed = [self._entities.RunTag(_key(name), value) for name, value in tags.items()]
+        self._client.log_batch(self._id, tags=listed)
+
+
+def _create_database(client: Callable[..., object], path: Path) -> None:
+    """Create a database atomically, because MLflow cannot use one whose creation was interrupted."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    client(tracking_uri=f"sqlite:///{temporary}")
+    with suppress(FileExistsError):  # another job has created it
+        path.hardlink_to(temporary)
+    temporary.unlink()
+
+
+def _key(name: str) -> str:
+    """Return a name with the characters that MLflow accepts."""
+    return re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)

@@ -1,0 +1,258 @@
+"""Experiment trackers of a run, each in its own thread, on rank 0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+
+from horovod_train.config.schema import Job, Tracking
+from horovod_train.errors import result_of
+from horovod_train.events.file import EVENTS_FILE, read_events
+from horovod_train.events.series import Series, series_of
+from horovod_train.events.types import (
+    WAIT_PHASE,
+    CheckpointWritten,
+    Event,
+    Notice,
+    Preempted,
+    Progress,
+    RankTimes,
+    ScriptDone,
+    Summary,
+)
+from horovod_train.events.wire import Reporter
+from horovod_train.registry import TRACKERS
+from horovod_train.system.versions import versions_with
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.telemetry.records import TrackerRecord
+from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, Tracker
+
+MAX_WAITING = 10_000
+"""Maximum number of queued calls of a slow tracker; further calls are dropped and counted."""
+
+CLOSE_S = 10.0
+"""Maximum time for queued calls when the rank ends."""
+
+MAX_RANKS_SUMMARIZED = 128
+"""Times of so many ranks are stored one by one; of more ranks, those of the slowest ones."""
+
+
+class TrackerThread:
+    """Thread that calls one tracker.
+
+    Args:
+        name: Name of the tracker, for messages.
+        tracker: The tracker.
+        print_notice: Called with messages for the user.
+        count_lost: Called with numbers of calls that were dropped or failed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tracker: Tracker,
+        print_notice: Callable[[str], None],
+        count_lost: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.tracker = tracker
+        self._name = name
+        self._print_notice = print_notice
+        self._count_lost = count_lost
+        self._num_dropped = 0
+        self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def enqueue(self, call: Callable[[], None]) -> None:
+        """Queue a call of the tracker; does not block."""
+        if self._waiting.qsize() >= MAX_WAITING:
+            self._num_dropped += 1
+            self._count_lost(1)
+        else:
+            self._waiting.put(call)
+
+    def close(self) -> None:
+        """Wait for queued calls, for up to ``CLOSE_S``; report dropped calls."""
+        self._waiting.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            num_waiting = self._waiting.qsize()  # the last entry is the None from above
+            self._num_dropped += max(0, num_waiting - 1)
+            if not num_waiting:
+                self._print_notice(
+                    f"tracker {self._name} has not closed after {CLOSE_S:g} s: what it did not store is lost"
+                )
+        if self._num_dropped:
+            self._print_notice(f"tracker {self._name} is too slow: {self._num_dropped} call(s) were dropped")
+
+    def _work(self) -> None:
+        _, error = result_of(self._serve)
+        if error is not None:  # any error: training continues
+            self._print_notice(f"tracker {self._name} is disabled: {type(error).__name__}: {error}")
+            self._count_lost(1)
+            self._discard_calls()
+
+    def _serve(self) -> None:
+        try:
+            while (call := self._waiting.get()) is not None:
+                call()
+            self.tracker.end()
+        except SystemExit as left:
+            raise RuntimeError(f"it calls sys.exit({left.code!r})") from left
+
+    def _discard_calls(self) -> None:
+        """Discard further calls, so that they do not count as dropped."""
+        while self._waiting.get() is not None:
+            self._count_lost(1)
+
+
+class Trackers:
+    """Trackers of a run. They receive steps and evaluations, and the summary of the events of rank 0.
+
+    Args:
+        trackers: Section of the job and thread of each tracker.
+        run: Function that returns the description of the run for the step at which training starts.
+    """
+
+    def __init__(
+        self, trackers: list[tuple[Tracking, TrackerThread]], run: Callable[[int], TrackedRun]
+    ) -> None:
+        self._trackers = trackers
+        self._run = run
+        self._throughput = (-1, 0.0)
+        self._totals: dict[int, tuple[int, float, float | None, float]] = {}
+        self._ending: SummaryValues = {"state": "failed"}
+
+    def start(self, step: int) -> None:
+        """Start the trackers."""
+        tracked = self._run(step)
+        for _, thread in self._trackers:
+            thread.enqueue(partial(thread.tracker.start, tracked))
+
+    def log_step(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
+        """Log values of a step, every ``every_steps`` steps of the tracker."""
+        at, samples_per_s = self._throughput
+        known = {**values, "samples_per_s": samples_per_s} if at == step else values
+        for section, thread in self._trackers:
+            if step % section.every_steps == 0:
+                thread.enqueue(partial(thread.tracker.log, step, epochs, known))
+
+    def log_evaluation(self, step: int, epochs: float, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of an evaluation."""
+        values = {f"eval/{name}": value for name, value in metrics.items()}
+        for _, thread in self._trackers:
+            thread.enqueue(partial(thread.tracker.log, step, epochs, values))
+
+    def observe(self, event: Event) -> None:
+        """Take throughput, times of ranks, checkpoints and the end of the run from an event."""
+        match event:
+            case Progress():
+                if event.samples_per_s is not None:
+                    self._throughput = (event.step, event.samples_per_s)
+            case RankTimes():
+                self._add_times(event)
+            case CheckpointWritten() if not event.error:
+                self._ending["checkpoint"] = event.path
+            case Summary() | ScriptDone():
+                self._ending["state"] = "succeeded"
+            case Preempted():
+                self._ending["state"] = "preempted"
+            case _:
+                pass
+
+    def observe_script(self, event: Event) -> None:
+        """Do the same for a script, and log its reported steps; its epochs are unknown."""
+        self.observe(event)
+        if isinstance(event, Progress):
+            known = {"loss": event.loss, "lr": event.lr, **event.numbers}
+            values = {name: value for name, value in known.items() if value is not None}
+            self.log_step(event.step, math.nan, values)
+
+    def _add_times(self, event: RankTimes) -> None:
+        waits = event.phases_s.get(WAIT_PHASE)
+        for place, num_steps in enumerate(event.steps):
+            rank = event.first_rank + place
+            steps, own_s, waiting_s, seconds = self._totals.get(rank, (0, 0.0, 0.0, 0.0))
+            step_s = event.step_s[place] - (waits[place] if waits else 0.0)
+            is_known = waiting_s is not None and bool(event.waiting_s)
+            waited_s = (waiting_s or 0.0) + event.waiting_s[place] if is_known else None
+            self._totals[rank] = steps + num_steps, own_s + step_s, waited_s, seconds + event.seconds
+
+    def summary(self) -> SummaryValues:
+        """Return the state and checkpoint, and own time per step and share of waiting of each rank."""
+        own_s = {rank: own / steps for rank, (steps, own, *_) in self._totals.items() if steps}
+        ranks = sorted(own_s)
+        if len(ranks) > MAX_RANKS_SUMMARIZED:
+            ranks = sorted(sorted(ranks, key=lambda rank: -own_s[rank])[:MAX_RANKS_SUMMARIZED])
+        values: SummaryValues = {f"own_s/rank_{rank}": own_s[rank] for rank in ranks}
+        for rank in ranks:
+            _, _, waiting_s, seconds = self._totals[rank]
+            if waiting_s is not None and seconds:
+                values[f"waiting/rank_{rank}"] = waiting_s / seconds
+        return {**self._ending, **values}
+
+    def close(self) -> None:
+        """Store the summary, and end the trackers."""
+        summary = self.summary()
+        for _, thread in self._trackers:
+            if hasattr(thread.tracker, "summarize"):
+                thread.enqueue(partial(thread.tracker.summarize, summary))
+            thread.close()
+
+
+def open_trackers(
+    job: Job, run_id: str, world_size: int, reporter: Reporter, recorder: Recorder, stack: ExitStack
+) -> Trackers | None:
+    """Create the trackers of a job on rank 0, and close them with ``stack``; None: the job has no trackers.
+
+    Raises:
+        UserError: A tracker cannot be created.
+    """
+    sections = job.metrics.trackers
+    if not sections:
+        return None
+
+    def print_notice(text: str) -> None:
+        reporter.report(Notice(text=text))
+
+    def count_lost(num_calls: int) -> None:
+        recorder.record(TrackerRecord(num_calls))
+
+    made = [(section, make_tracker(section)) for section in sections]
+    threads = [(each, TrackerThread(each.name, tracker, print_notice, count_lost)) for each, tracker in made]
+    folder = Path(job.run_dir).expanduser().absolute() / job.name
+    tracked = partial(
+        TrackedRun,
+        job.model_dump(mode="json"),
+        run_id,
+        folder,
+        world_size,
+        versions=versions_with(job.framework),
+        history=partial(history_of, folder),
+    )
+    trackers = Trackers(threads, tracked)
+    stack.callback(trackers.close)
+    return trackers
+
+
+def history_of(folder: Path) -> Series:
+    """Return the values in the events of all runs of a job; those of repeated steps are the later ones."""
+    files = sorted(folder.glob(f"*/{EVENTS_FILE}"), key=lambda file: file.stat().st_mtime)
+    return series_of(record.event for file in files for record in read_events(file))
+
+
+def make_tracker(section: Tracking) -> Tracker:
+    """Create a tracker of the job.
+
+    Raises:
+        UserError: The tracker cannot be imported, or rejects its arguments.
+    """
+    tracker: Tracker = TRACKERS.make(
+        section.name, lambda factory: factory(**section.args), args_field="metrics.trackers.args"
+    )
+    return tracker
