@@ -80,9 +80,11 @@ class History:
         num_steps: Last reported total number of steps; 0: unknown.
         num_epochs: Last reported total number of epochs; 0: unknown.
         loss_is_local: Whether the loss is that of rank 0's samples only, as in scripts.
-        evaluations: Time and metrics of each evaluation, oldest first, thinned out like ``points``.
+        evaluations: Time, completed steps and metrics of each evaluation, oldest first, thinned out like
+            ``points``.
         metrics: Last evaluation.
         checkpoint_unix_s: Time at which the last checkpoint was written; None: there is none.
+        checkpoint_path: Path of the last checkpoint; empty: there is none.
         checkpoint_error: Error of the last checkpoint; empty: it was written.
         failures: Rank and failure of each failed rank of the current attempt.
         ended: Ranks of the current attempt whose script has exited with code 0.
@@ -104,9 +106,10 @@ class History:
     num_epochs: int = 0
     loss_is_local: bool = False
     ranks: RankSeries = field(default_factory=RankSeries)
-    evaluations: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
+    evaluations: list[tuple[float, int, Mapping[str, float]]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint_unix_s: float | None = None
+    checkpoint_path: str = ""
     checkpoint_error: str = ""
     failures: list[tuple[int, Failure]] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
@@ -137,12 +140,14 @@ class History:
                 self.ranks.add_event(time_unix_s, event)
             case Evaluation():
                 self.metrics = dict(event.metrics)
-                self.evaluations.append((time_unix_s, event.metrics))
+                known = self.last.step if self.last is not None else 0
+                step = known if event.step is None else event.step
+                self.evaluations.append((time_unix_s, step, event.metrics))
                 self.evaluations = thinned(self.evaluations)
             case CheckpointWritten():
                 self.checkpoint_error = event.error
                 if not event.error:
-                    self.checkpoint_unix_s = time_unix_s
+                    self.checkpoint_unix_s, self.checkpoint_path = time_unix_s, event.path
             case Summary():
                 self.summary, self.metrics = event, dict(event.metrics)
                 if self.last is None or self.last.step != event.steps:  # resumed at the end: no progress

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
+from pathlib import Path
 from time import time
 
 import numpy as np
@@ -30,6 +33,8 @@ ABSENT_AFTER_S = 20.0
 
 LOG_TAIL_BYTES = 128 * 1024
 MAX_EVENTS_SHOWN = 200
+MAX_JOB_BYTES = 4 * 2**20
+MAX_TRACKERS = 20
 
 Json = dict[str, object]
 
@@ -66,9 +71,12 @@ def run_document(run: DisplayedRun, readings: Readings) -> Json:
     started, last = history.started, history.last
     return {
         **_job_row(run, status, history),
+        **_curves(history, status),
         "exit_code": status.exit_code,
-        "has_ended": status.has_ended,
         "now_unix_s": time(),
+        "folder": str(run.log_dir) if run.log_dir else None,
+        "trackers": trackers_of(run.log_dir) if run.log_dir else [],
+        "checkpoint_path": history.checkpoint_path or None,
         "world_size_wanted": history.world_size_wanted,
         "world_size_present": started.world_size if started else history.ranks.num_ranks or None,
         "global_batch_size": started.global_batch_size if started else None,
@@ -83,11 +91,8 @@ def run_document(run: DisplayedRun, readings: Readings) -> Json:
         "lr": _number(last.lr) if last else None,
         "samples_per_s": _number(last.samples_per_s) if last else None,
         "epochs_begun": last.epochs_begun if last else None,
-        "num_epochs": history.num_epochs or None,
         "metrics": {name: _number(value) for name, value in history.metrics.items()},
         "checkpoint_unix_s": history.checkpoint_unix_s,
-        "points": _points(history),
-        "evaluations": _evaluations(history),
         "heat": _heat(history.ranks),
         "ranks": _rank_table(history, readings, status),
         "findings": _findings(history.ranks),
@@ -97,6 +102,49 @@ def run_document(run: DisplayedRun, readings: Readings) -> Json:
         "min_window_s": MIN_WINDOW_S,
         "events": [as_json(record) for record in list(history.events)[-MAX_EVENTS_SHOWN:]],
     }
+
+
+def curves_document(run: DisplayedRun) -> Json:
+    """Return the curves of a run, for comparison with another run."""
+    history, status = run.history(), run.status()
+    return {**_job_row(run, status, history), **_curves(history, status)}
+
+
+def _curves(history: History, status: JobStatus) -> Json:
+    return {
+        "points": _points(history),
+        "evaluations": _evaluations(history),
+        "num_epochs": history.num_epochs or None,
+        "has_ended": status.has_ended,
+    }
+
+
+def trackers_of(log_dir: Path) -> list[Json]:
+    """Return name and place of each tracker of a run, from its ``job.json``, which is not trusted."""
+    try:
+        with open_regular(log_dir / "job.json") as file:
+            document = json.loads(file.read(MAX_JOB_BYTES))
+        sections = document["metrics"]["trackers"]
+        found = [(str(each["name"]), dict(each.get("args") or {})) for each in sections[:MAX_TRACKERS]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [{"name": name, "place": _place_of_tracker(log_dir.parent, name, args)} for name, args in found]
+
+
+def _place_of_tracker(folder: Path, name: str, args: Json) -> str:
+    """Return the file, folder or address to which a tracker writes; for other trackers, their arguments."""
+    defaults = {
+        "csv": "metrics.csv",
+        "jsonl": "metrics.jsonl",
+        "tensorboard": "tensorboard",
+        "wandb": "wandb",
+        "mlflow": "../mlflow.db",
+    }
+    if isinstance(uri := args.get("uri"), str):
+        return uri
+    if name not in defaults:
+        return ", ".join(f"{key}={value}" for key, value in args.items()) or "(a tracker of its own)"
+    return os.path.normpath(folder / str(args.get("path") or defaults[name]))
 
 
 def _number(value: float | None) -> float | None:
@@ -121,12 +169,13 @@ def _points(history: History) -> Json:
 
 
 def _evaluations(history: History) -> Json:
-    """Return the metrics of each evaluation by time, as one list per metric."""
-    names = sorted({name for _, metrics in history.evaluations for name in metrics})
+    """Return the metrics of each evaluation by time and step, as one list per metric."""
+    names = sorted({name for *_, metrics in history.evaluations for name in metrics})
     return {
-        "time_unix_s": [time_unix_s for time_unix_s, _ in history.evaluations],
+        "time_unix_s": [time_unix_s for time_unix_s, *_ in history.evaluations],
+        "step": [step for _, step, _ in history.evaluations],
         "metrics": {
-            name: [_number(metrics.get(name)) for _, metrics in history.evaluations] for name in names
+            name: [_number(metrics.get(name)) for *_, metrics in history.evaluations] for name in names
         },
     }
 

@@ -1,8 +1,6 @@
 
 document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 
-const COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#8a5a00"];
-
 function trace(chart, curve, place) {
   const color = PHASE_COLOURS[curve.name] ?? COLORS[place % COLORS.length];
   if (chart.kind === "bars") return { type: "bar", name: curve.name, x: curve.x, y: curve.y, marker: { color } };

@@ -5,6 +5,8 @@
 /page/jobs          all runs
 /page/run?key=      one run, with the current metrics of its ranks
 /page/log?key=      the end of a run's log
+/page/curves?key=   curves of a run, for comparison
+/page/report?key=   a report of one or several runs, as a file
 /api/v1/            the HTTP API (``api.py``), which also ends jobs for the page
 /targets, /metrics  for Prometheus (``targets.py``)
 """
@@ -20,6 +22,7 @@ from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
 
+from anyio import to_thread
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,7 +31,10 @@ from starlette.responses import Response
 from horovod_train.errors import UserError
 from horovod_train.monitor.board import Board, DisplayedRun, Readings
 from horovod_train.monitor.live import Access
-from horovod_train.monitor.view import job_row, log_tail, run_document
+from horovod_train.monitor.view import curves_document, job_row, log_tail, run_document
+from horovod_train.report.document import report_of
+from horovod_train.report.page import as_html
+from horovod_train.report.record import records_of
 from horovod_train.serve.api import JobsApi
 from horovod_train.serve.targets import add_targets
 from horovod_train.serve.tokens import Role, Tokens
@@ -36,6 +42,7 @@ from horovod_train.serve.web import Server, Tls, application, json_response, rea
 
 PORT = 9301
 MAX_JOBS_SHOWN = 200
+MAX_COMPARED = 20
 OPEN_PAGE_S = 3.0
 """A page is open if its last request is at most this old, because it sends requests every two seconds."""
 
@@ -65,6 +72,8 @@ class Page:
             "/page/jobs": self.jobs,
             "/page/run": self.run,
             "/page/log": self.log,
+            "/page/curves": self.curves,
+            "/page/report": self.report,
             **{f"/{name}": partial(_asset, name) for name in PAGE_FILES},
         }
         for path, endpoint in endpoints.items():
@@ -122,6 +131,29 @@ class Page:
         """Return the end of a run's log."""
         text = await read(request, lambda: log_tail(self._requested(request)[0]))
         return Response(text, media_type="text/plain")
+
+    async def curves(self, request: Request) -> Response:
+        """Return the curves of a run, for comparison."""
+        return json_response(await read(request, lambda: curves_document(self._requested(request)[0])))
+
+    async def report(self, request: Request) -> Response:
+        """Return a report of one or several runs as a file.
+
+        It is not displayed by the server: its scripts are part of it, and must not have access to the page.
+        """
+        keys = request.query_params.getlist("key")[:MAX_COMPARED]
+
+        def document() -> str:
+            runs = [self._board.request_run(key) for key in dict.fromkeys(keys)]
+            folders = [run[0].log_dir for run in runs if run is not None]
+            known = [str(folder) for folder in folders if folder is not None]
+            if not known or len(known) < len(folders):
+                raise HTTPException(404, "no such run on this host")
+            return as_html(report_of(records_of(known)))
+
+        text = await to_thread.run_sync(document)
+        headers = {"Content-Disposition": 'attachment; filename="report.html"'}
+        return Response(text, media_type="text/html", headers=headers)
 
     def _requested(self, request: Request) -> tuple[DisplayedRun, Readings]:
         found = self._board.request_run(request.query_params.get("key", ""))

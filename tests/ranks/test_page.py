@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.browser import browser, needs_browser, tab
 from support.exporters import ServedRanks
+from support.fake_launcher import progress, summary
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, free_port, write_job
 
-from horovod_train.events.file import read_events
-from horovod_train.events.types import Evaluation, Progress
+from horovod_train.events.file import EventsFile, opened, read_events
+from horovod_train.events.types import CheckpointWritten, Evaluation, Progress
 from horovod_train.monitor import board as board_module
 from horovod_train.monitor import view as view_module
 from horovod_train.serve.page import serve_page
@@ -170,6 +173,85 @@ def test_it_fits_a_phone_and_the_dark(page_of_ended, chromium, width, scheme):
         assert shown.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         background = shown.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 28)")
+
+
+def drawn(shown, chart, *fields):
+    """Fields of the traces of a chart, as Plotly has them."""
+    program = """([id, fields]) => document.getElementById(id).data.map(
+        (trace) => fields.map((name) => trace[name]))"""
+    return shown.page.evaluate(program, [chart, list(fields)])
+
+
+LOSSES = {"a": [8.0, 4.0, 2.0, 1.0, 0.5, 0.25], "b": [9.0, 7.0, 5.0]}
+RETURNED = {5: 0.75, 6: 0.125}  # the run a returns to a checkpoint of step 4
+BY_STEP = [8.0, 4.0, 2.0, 1.0, 0.75, 0.125]
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    """The page of two runs; its address."""
+    times = iter(float(number) for number in range(1_700_000_000, 1_700_001_000))
+    trackers = [{"name": "tensorboard"}, {"name": "mlflow", "args": {"uri": "https://mlflow.example"}}]
+    for run_id, values in LOSSES.items():
+        folder = tmp_path / "runs" / "j" / run_id
+        folder.mkdir(parents=True)
+        (folder / "job.json").write_text(json.dumps({"metrics": {"trackers": trackers}}))
+        events = EventsFile(folder / "events.jsonl", clock=lambda: next(times))
+        events.write(opened("j", run_id))
+        again = RETURNED.items() if run_id == "a" else ()
+        for step, loss in [*enumerate(values, 1), *again]:
+            events.write(progress(step, loss).model_copy(update={"num_steps": 12, "num_epochs": 3}), 0)
+        events.write(Evaluation(epoch=1, metrics={"accuracy": 0.5}, step=4), 0)
+        events.write(CheckpointWritten(path="/c/step-4", seconds=1.0, error=""), 0)
+        events.write(summary(steps=6))
+        events.close()
+    server = serve_page([tmp_path / "runs"], [], host="127.0.0.1", port=0, token=TOKEN)
+    yield f"http://127.0.0.1:{server.port}/?token={TOKEN}#j%2Fa"
+    server.close()
+
+
+def test_curves_are_shown_by_time_step_and_epoch_logarithmic_and_smoothed(two_runs, chromium):
+    """Against the events, and moving averages computed here."""
+    with tab(chromium) as shown:
+        shown.page.goto(two_runs)
+        until(lambda: "Run folder" in shown.text("#places"))
+        until(lambda: len(drawn(shown, "chart-loss", "y")[0][0]) == 8)
+        shown.page.select_option("#axis", "step")
+        until(lambda: drawn(shown, "chart-loss", "x", "y") == [[list(range(1, 7)), BY_STEP]])
+        assert drawn(shown, "chart-evaluation-0", "x", "y") == [[[4], [0.5]]]
+        shown.page.select_option("#axis", "epoch")
+        until(lambda: drawn(shown, "chart-loss", "x")[0][0] == [step / 4 for step in range(1, 7)])
+        shown.page.check("#log-axis")
+        kind = "document.getElementById('chart-loss').layout.yaxis.type"
+        until(lambda: shown.page.evaluate(kind) == "log")
+        shown.page.fill("#smoothing", "0.5")
+        until(lambda: len(drawn(shown, "chart-loss", "y")) == 2)
+        raw, smooth = (trace[0] for trace in drawn(shown, "chart-loss", "y"))
+        weights = [[0.5 ** (at - place) for place in range(at + 1)] for at in range(6)]
+        means = [sum(w * y for w, y in zip(each, BY_STEP, strict=False)) / sum(each) for each in weights]
+        assert raw == BY_STEP
+        assert smooth == pytest.approx(means)
+        assert not shown.complaints
+
+
+def test_runs_are_compared_and_their_files_are_named(two_runs, chromium, tmp_path):
+    with tab(chromium) as shown:
+        shown.page.goto(two_runs)
+        shown.page.check("input[data-key='j/b']")
+        until(lambda: [name for (name,) in drawn(shown, "chart-loss", "name")] == ["j/a", "j/b"])
+
+        assert drawn(shown, "chart-loss", "y")[1][0] == LOSSES["b"]
+        assert "/c/step-4" in shown.text("#places")
+        assert str(tmp_path / "runs" / "j" / "tensorboard") in shown.text("#places")
+        link = shown.page.get_attribute("#places a[href='https://mlflow.example']", "rel")
+        assert link == "noopener noreferrer"
+        with shown.page.expect_download() as download:
+            shown.page.click("text=download a comparison")
+        report = Path(download.value.path()).read_text()
+        assert "j/a" in report
+        assert "j/b" in report
+        assert shown.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert not shown.complaints
 
 
 def test_a_report_is_drawn_without_network(ended, chromium, tmp_path):

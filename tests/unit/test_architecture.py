@@ -91,7 +91,8 @@ ROOMS = {
     "monitor": BASICS
     | {"config", "events", "launch.base", "launch.jobs"}
     | {"telemetry.metric", "telemetry.catalog", "telemetry.waiting"},
-    "serve": BASICS | {"config", "events", "launch.base", "launch.jobs", "client", "monitor", "__init__"},
+    "serve": BASICS
+    | {"config", "events", "launch.base", "launch.jobs", "client", "monitor", "report", "__init__"},
     "report": BASICS | {"config", "events", "launch.base", "monitor"},
     "doctor": BASICS | {"config", "events", "checks", "launch"},
     "tasks": set(),

@@ -43,13 +43,61 @@ async function draw(id, traces, extra, description) {
   await plotly.react(element, traces, layout(extra), QUIET);
 }
 
-function line(id, points, values, name, description) {
-  const trace = {
-    x: points.time_unix_s.map(time), y: values, name, line: { color: colour("accent"), width: 1.5 },
-    mode: points.time_unix_s.length < 3 ? "lines+markers" : "lines",
-  };
-  const rangemode = name === "loss" || name.startsWith("Evaluation") ? "normal" : "tozero";
-  return draw(id, [trace], { yaxis: { rangemode } }, description);
+const COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#8a5a00"];
+
+// Returns the places of the points that are valid by step: after a return to a checkpoint, those of the
+// repeated steps are the later ones.
+function current(steps) {
+  const kept = [];
+  for (let place = steps.length - 1, least = Infinity; place >= 0; place -= 1) {
+    if (steps[place] < least) { kept.unshift(place); least = steps[place]; }
+  }
+  return kept;
+}
+
+// Returns the exponential moving average of a series, corrected for its start; null stays null.
+function smoothed(values, weight) {
+  let sum = 0, total = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return sum / total;
+  });
+}
+
+// Returns x and y of a series of a run, by time, step or epoch.
+function onAxis(run, points, values, axis) {
+  if (axis === "time") return [points.time_unix_s.map(time), values];
+  const places = current(points.step);
+  const scale = axis === "epoch" ? run.num_epochs / run.num_steps : 1;
+  return [places.map((place) => points.step[place] * scale), places.map((place) => values[place])];
+}
+
+const hasEpochs = (run) => Boolean(run.num_epochs && run.num_steps);
+
+// Draws one series of several runs. `pick` returns the points of a run and the values.
+function line(id, runs, pick, name, settings) {
+  const axis = settings.axis === "epoch" && !runs.every(hasEpochs) ? "step" : settings.axis;
+  const traces = runs.flatMap((run, place) => {
+    const [points, values] = pick(run);
+    if (!values) return [];
+    const [x, y] = onAxis(run, points, values, axis);
+    const color = place ? COLORS[(place - 1) % COLORS.length] : colour("accent");
+    const raw = { x, y, name: run.key, line: { color, width: 1.5 }, mode: x.length < 3 ? "lines+markers" : "lines" };
+    if (!settings.smoothing) return [raw];
+    return [{ ...raw, opacity: 0.25, showlegend: false, hoverinfo: "skip" }, { ...raw, y: smoothed(y, settings.smoothing) }];
+  });
+  const isZeroBased = name === "Samples/s" || name === "Learning rate";
+  const yaxis = settings.log ? { type: "log" } : { rangemode: isZeroBased ? "tozero" : "normal" };
+  const now = last(pick(runs[0])[1] ?? []);
+  return draw(id, traces, {
+    xaxis: axis === "time" ? {} : { title: { text: axis } },
+    yaxis,
+    showlegend: runs.length > 1,
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
+    uirevision: `${axis} ${settings.log}`,
+  }, `${name} over ${axis}, now ${now}`);
 }
 
 // Returns the chart with an id; creates it if it does not exist.
@@ -66,25 +114,26 @@ function chartWith(id, title) {
 
 const last = (values) => values.findLast((value) => value !== null) ?? "unknown";
 
-// Draws a chart for each series, and removes the charts of the run that was shown before.
-function drawSeries(kind, points, series) {
-  const entries = Object.entries(series);
-  for (let place = entries.length, chart; (chart = document.getElementById(`chart-${kind}-${place}`)); place += 1) {
+// Draws a chart for each further series of the first run, and removes those of the run that was shown before.
+function drawSeries(kind, runs, names, title, pick, settings) {
+  for (let place = names.length, chart; (chart = document.getElementById(`chart-${kind}-${place}`)); place += 1) {
     chart.closest("figure").remove();
   }
-  return entries.map(([title, values], place) =>
-    line(chartWith(`chart-${kind}-${place}`, title), points, values, title, `${title} over time, now ${last(values)}`));
+  return names.map((name, place) => line(
+    chartWith(`chart-${kind}-${place}`, title(name)), runs, (run) => pick(run, name), title(name), settings));
 }
 
-export function drawProgress(points, evaluations) {
-  const metrics = Object.entries(evaluations.metrics).map(([name, values]) => [`Evaluation: ${name}`, values]);
+// Draws loss, throughput, rate, evaluations and further numbers of runs; the first one is the run of the page.
+export function drawProgress(runs, settings) {
+  const ofPoints = (name) => (run) => [run.points, run.points[name]];
   return Promise.all([
-    line("chart-loss", points, points.loss, "loss", `Loss over time, now ${last(points.loss)}`),
-    line("chart-speed", points, points.samples_per_s, "samples/s",
-      `Samples a second over time, now ${last(points.samples_per_s)}`),
-    line("chart-lr", points, points.lr, "learning rate", `Learning rate over time, now ${last(points.lr)}`),
-    ...drawSeries("evaluation", evaluations, Object.fromEntries(metrics)),
-    ...drawSeries("number", points, points.numbers),
+    line("chart-loss", runs, ofPoints("loss"), "Loss", settings),
+    line("chart-speed", runs, ofPoints("samples_per_s"), "Samples/s", settings),
+    line("chart-lr", runs, ofPoints("lr"), "Learning rate", settings),
+    ...drawSeries("evaluation", runs, Object.keys(runs[0].evaluations.metrics), (name) => `Evaluation: ${name}`,
+      (run, name) => [run.evaluations, run.evaluations.metrics[name]], settings),
+    ...drawSeries("number", runs, Object.keys(runs[0].points.numbers), (name) => name,
+      (run, name) => [run.points, run.points.numbers[name]], settings),
   ]);
 }
 

@@ -9,6 +9,8 @@ let shown = null;
 let mayEnd = false;
 let round = 0;
 let lastRun = null;
+const compared = new Set(); // keys of the runs whose curves are added
+const known = new Map(); // curves of ended runs, by key
 history.replaceState(null, "", location.pathname + location.hash); // the token is in a cookie now
 
 async function ask(path) {
@@ -41,6 +43,19 @@ const milliseconds = (value) => (value === null || value === undefined ? "–" :
 const percent = (value) => (value === null || value === undefined ? "–" : `${number(100 * value, 3)} %`);
 const mebibytes = (value) => (value === null || value === undefined ? "–" : `${number(value / 2 ** 20, 4)} MiB`);
 
+// Returns the box that adds the curves of a run to those of the run that is shown.
+function compareBox(key) {
+  const box = document.createElement("input");
+  Object.assign(box, { type: "checkbox", checked: compared.has(key), title: "Compare: add its curves" });
+  box.setAttribute("aria-label", `Compare ${key}`);
+  box.dataset.key = key;
+  box.addEventListener("change", () => {
+    if (box.checked) compared.add(key); else compared.delete(key);
+    look();
+  });
+  return box;
+}
+
 function showJobs(jobs) {
   const list = at("jobs");
   const wanted = decodeURIComponent(location.hash.slice(1));
@@ -56,12 +71,14 @@ function showJobs(jobs) {
     state.textContent = `${job.run}: ${job.state}${step}`;
     state.className = job.state;
     link.append(job.job, state);
-    item.append(link);
+    item.append(compareBox(job.key), link);
     return item;
   });
-  const focused = list.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+  const { activeElement: active } = document;
+  const focused = list.contains(active) ? active.getAttribute("href") ?? active.dataset.key : null;
   list.replaceChildren(...rows);
-  if (focused) list.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
+  if (focused) list.querySelector(`[href="${CSS.escape(focused)}"], [data-key="${CSS.escape(focused)}"]`)?.focus();
+  [...compared].filter((key) => !has(key)).forEach((key) => compared.delete(key));
   at("empty").hidden = jobs.length > 0;
   if (jobs.length === 0) at("run").hidden = true;
 }
@@ -214,6 +231,48 @@ function eventList(events) {
   }));
 }
 
+// Shows where the files of the run are.
+function places(run) {
+  const query = [run.key, ...compared].map((key) => `key=${encodeURIComponent(key)}`).join("&");
+  const several = compared.size - compared.has(run.key) > 0;
+  const entries = [
+    ["Run folder", run.folder], ["Newest checkpoint", run.checkpoint_path],
+    ...run.trackers.map(({ name, place }) => [`Tracker ${name}`, place]),
+    ["Report", run.folder ? [several ? "download a comparison" : "download", `/page/report?${query}`] : null],
+  ].filter(([, text]) => text);
+  const list = at("places");
+  const key = JSON.stringify(entries);
+  if (list.dataset.key === key) return;
+  list.dataset.key = key;
+  list.replaceChildren(...entries.flatMap(([name, value]) => {
+    const title = document.createElement("dt"), text = document.createElement("dd");
+    const [shownText, href] = Array.isArray(value) ? value : [value, /^https?:[/][/]/.test(value) ? value : null];
+    title.textContent = name;
+    if (href) {
+      const link = document.createElement("a");
+      Object.assign(link, { href, textContent: shownText, rel: "noopener noreferrer" });
+      text.append(link);
+    } else {
+      text.textContent = shownText;
+    }
+    return [title, text];
+  }));
+}
+
+// Returns the curves of the run that is shown, and of those that are compared with it.
+async function curves(run) {
+  const others = [...compared].filter((key) => key !== run.key);
+  const found = await Promise.all(others.map(async (key) => {
+    if (!known.get(key)?.has_ended) known.set(key, await (await ask(`/page/curves?key=${encodeURIComponent(key)}`)).json());
+    return known.get(key);
+  }));
+  return [run, ...found];
+}
+
+function settings() {
+  return { axis: at("axis").value, log: at("log-axis").checked, smoothing: Number(at("smoothing").value) };
+}
+
 async function showRun(run) {
   put(at("job"), run.job);
   put(at("run-id"), run.run);
@@ -227,13 +286,14 @@ async function showRun(run) {
   findings(run);
   rankTable(run.ranks);
   eventList(run.events);
+  places(run);
   at("run").hidden = false; // after filling it, so that the layout does not shift
   put(at("loss-caption"), lossTitle(run));
   put(at("heat-caption"), run.heat.is_own
     ? "Own time per step, by rank: step time minus all-reduce wait"
     : "Time of a step, by rank: this framework does not separate all-reduce wait");
   await drawHeat(run.heat);
-  await Promise.all([drawProgress(run.points, run.evaluations), drawRanks(run.ranks)]);
+  await Promise.all([drawProgress(await curves(run), settings()), drawRanks(run.ranks)]);
 }
 
 async function showLog(key) {
@@ -286,6 +346,8 @@ prefersDark.addEventListener("change", () => setTheme(prefersDark.matches ? "dar
 at("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 at("drain").addEventListener("click", () => end("drain", "drain: save a checkpoint and exit?"));
 at("cancel").addEventListener("click", () => end("cancel", "cancel? Ranks may save a checkpoint within the grace period (launch.grace_s)."));
+at("settings").addEventListener("input", () => { if (lastRun) showRun(lastRun); });
+at("settings").addEventListener("submit", (event) => event.preventDefault());
 addEventListener("hashchange", () => { round = 0; look(); });
 
 // Polls sequentially: a slow server has at most one pending request.
