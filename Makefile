@@ -57,7 +57,7 @@ $(VENV)/installed: setup.py constraints.txt pyproject.toml | $(BIN)/python
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "== packages for development, every framework among them"
 	@$(PIP_INSTALL) tensorflow-cpu==2.21.0 | $(SHORT)
-	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev,kubernetes,keras,jax,lightning,transformers,deepspeed,tensorboard]' | $(SHORT)
+	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev,kubernetes,keras,jax,lightning,transformers,deepspeed,tensorboard,mlflow,wandb]' | $(SHORT)
 	@touch $@
 
 ENGINE_SOURCE := $(wildcard horovod_train/horovod/patches/*.patch horovod_train/horovod/*.cc) \
