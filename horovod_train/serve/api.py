@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from pathlib import Path as FilePath
 from time import monotonic
 from typing import Annotated, Literal
 
@@ -65,6 +66,7 @@ Given = Annotated[JobId, Path(description="ID of the job, a unique prefix of it,
 LastEventId = Annotated[
     str, Header(description="ID of the last event that was received; the stream continues after it.")
 ]
+Folder = Annotated[str | None, Query(description="End the job only if this is its run folder.")]
 Follow = Annotated[bool, Query(description="Continue until the job ends.")]
 
 
@@ -223,10 +225,13 @@ class JobsApi:
         """Stream the lines of a job's output, with the rank of each, and at last `end` with its status."""
         return self._stream(await _found(job_id), "logs", last_event_id, follow=follow)
 
-    async def drain(self, request: Request, job_id: Given) -> JobDocument:
-        """Request the ranks to save a checkpoint and exit with code 75, without a time limit."""
+    async def drain(self, request: Request, job_id: Given, folder: Folder = None) -> JobDocument:
+        """Request the ranks to save a checkpoint and exit with code 75, without a time limit.
+
+        The whole ID of the job is required.
+        """
         require(request, "end")
-        job = await _found(job_id)
+        job = await _found(job_id, is_whole=True, folder=folder)
         return await self._ended(job, job.drain)
 
     async def cancel(
@@ -234,10 +239,14 @@ class JobsApi:
         request: Request,
         job_id: Given,
         cancellation: Cancellation = Cancellation(),  # noqa: B008
+        folder: Folder = None,
     ) -> JobDocument:
-        """End a job. Its ranks may save a checkpoint within `launch.grace_s`."""
+        """End a job. Its ranks may save a checkpoint within `launch.grace_s`.
+
+        The whole ID of the job is required.
+        """
         require(request, "end")
-        job = await _found(job_id)
+        job = await _found(job_id, is_whole=True, folder=folder)
         return await self._ended(job, lambda: job.cancel(now=cancellation.now))
 
     async def _ended(self, job: LocalJob, end: Callable[[], None]) -> JobDocument:
@@ -280,12 +289,28 @@ def require(request: Request, role: Role) -> None:
         )
 
 
-async def _found(job_id: str) -> LocalJob:
-    """Return a job; raise ``StatusError`` if there is none, or more than one."""
-    try:
-        return LocalJob(await to_thread.run_sync(find_job, job_id))
-    except UserError as error:
-        raise StatusError(404, error.message, error.hint) from error
+async def _found(job_id: str, *, is_whole: bool = False, folder: str | None = None) -> LocalJob:
+    """Return a job; raise ``StatusError`` if there is none, or more than one.
+
+    Args:
+        job_id: ID of the job; a prefix of it, or the name, unless ``is_whole``.
+        is_whole: Only the whole ID is accepted.
+        folder: Run folder that the job must have; None: any.
+    """
+
+    def find() -> LocalJob:
+        try:
+            found = find_job(job_id)
+        except UserError as error:
+            raise StatusError(404, error.message, error.hint) from error
+        if is_whole and found.job_id != job_id:
+            hint = f"to end {found.job_id}, use its whole ID"
+            raise StatusError(404, f"no job has the ID {job_id!r}", hint)
+        if folder is not None and found.log_dir.resolve() != FilePath(folder).resolve():
+            raise StatusError(409, f"the run folder of {job_id} is {found.log_dir}, not {folder}")
+        return LocalJob(found)
+
+    return await to_thread.run_sync(find)
 
 
 def _jobs_after(job_id: str | None) -> Iterator[LocalJob]:

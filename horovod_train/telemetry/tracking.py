@@ -174,11 +174,11 @@ class Trackers:
             self.log_step(event.step, math.nan, values)
 
     def _add_times(self, event: RankTimes) -> None:
-        waits = event.phases_s.get(WAIT_PHASE)
+        wait_s = event.phases_s.get(WAIT_PHASE)
         for place, num_steps in enumerate(event.steps):
             rank = event.first_rank + place
             steps, own_s, waiting_s, seconds = self._totals.get(rank, (0, 0.0, 0.0, 0.0))
-            step_s = event.step_s[place] - (waits[place] if waits else 0.0)
+            step_s = event.step_s[place] - (wait_s[place] if wait_s else 0.0)
             is_known = waiting_s is not None and bool(event.waiting_s)
             waited_s = (waiting_s or 0.0) + event.waiting_s[place] if is_known else None
             self._totals[rank] = steps + num_steps, own_s + step_s, waited_s, seconds + event.seconds

@@ -294,8 +294,8 @@ class TestRoles:
         ("/jobs/j/logs?follow=false", "GET", None, "read"),
         ("/jobs/j/wait?timeout_s=0", "GET", None, "read"),
         ("/openapi.json", "GET", None, "read"),
-        ("/jobs/j/drain", "POST", None, "end"),
-        ("/jobs/j/cancel", "POST", None, "end"),
+        ("/jobs/{id}/drain", "POST", None, "end"),
+        ("/jobs/{id}/cancel", "POST", None, "end"),
         ("/jobs", "POST", {"job": JOB}, "submit"),
     )
     ORDER = ("", "read", "end", "submit")
@@ -310,12 +310,12 @@ class TestRoles:
     )  # fmt: skip
     def test_a_verb_needs_a_role_of_the_token_and_of_the_server(self, serve, launcher, most, token, role):
         port = serve(most).port
-        ht.submit(JOB)
+        job_id = ht.submit(JOB).id
         launcher.requests.clear()
         granted = min(role, most, key=self.ORDER.index)
 
         for path, method, body, needed in self.VERBS:
-            status, told = ask(port, path, method, body, token)
+            status, told = ask(port, path.replace("{id}", job_id), method, body, token)
             if not role:
                 assert status == 401, path
                 assert "the token is missing or wrong" in told["message"]
@@ -329,14 +329,16 @@ class TestRoles:
 
     def test_a_cookie_needs_the_origin_of_the_page_to_change_something(self, serve, launcher):
         port = serve("end").port
-        ht.submit(JOB)
+        job_id = ht.submit(JOB).id
         cookie = {"Cookie": f"horovod_train_{port}={OWN}", "token": None}
 
         assert ask(port, "/jobs", **cookie)[0] == 200
-        assert ask(port, "/jobs/j/drain", "POST", **cookie)[0] == 401
-        assert ask(port, "/jobs/j/drain", "POST", Origin="http://evil.example", **cookie)[0] == 403
+        assert ask(port, f"/jobs/{job_id}/drain", "POST", **cookie)[0] == 401
+        assert ask(port, f"/jobs/{job_id}/drain", "POST", Origin="http://evil.example", **cookie)[0] == 403
         assert launcher.asked == []
-        assert ask(port, "/jobs/j/drain", "POST", Origin=f"http://127.0.0.1:{port}", **cookie)[0] == 202
+        assert (
+            ask(port, f"/jobs/{job_id}/drain", "POST", Origin=f"http://127.0.0.1:{port}", **cookie)[0] == 202
+        )
 
     @pytest.mark.parametrize(
         ("headers", "status"),
@@ -348,6 +350,46 @@ class TestRoles:
     def test_another_name_or_origin_is_refused(self, port, launcher, headers, status):
         assert ask(port, "/jobs", "POST", {"job": JOB}, **headers)[0] == status
         assert launcher.requests == []
+
+
+class TestEnding:
+    def test_needs_the_whole_id(self, port, launcher):
+        job_id = ht.submit(JOB).id
+        for wrong in ("j", job_id[:-1], job_id + "0"):
+            assert ask(port, f"/jobs/{wrong}/cancel", "POST")[0] == 404
+
+        assert launcher.asked == []
+        assert ask(port, f"/jobs/{job_id}/cancel", "POST", {"now": True})[0] == 202
+        assert launcher.asked == ["kill"]
+
+    def test_is_of_the_run_that_is_shown(self, port, launcher, tmp_path):
+        job = ht.submit(JOB)
+        status, told = ask(port, f"/jobs/{job.id}/drain?folder={tmp_path}", "POST")
+
+        assert status == 409
+        assert "the run folder of" in told["message"]
+        assert launcher.asked == []
+        assert ask(port, f"/jobs/{job.id}/drain?folder={job.folder}", "POST")[0] == 202
+
+    def test_tells_why_it_is_not_possible(self, port, launcher):
+        job_id = ht.submit(JOB).id
+        launcher.rejects = "the launcher does not run on this host"
+        status, told = ask(port, f"/jobs/{job_id}/drain", "POST")
+
+        assert status == 409
+        assert "does not run on this host" in told["message"]
+
+    def test_that_takes_long_goes_on_in_the_background(self, port, launcher, monkeypatch):
+        monkeypatch.setattr(api, "AT_ONCE_S", 0.1)
+        over = threading.Event()
+        job_id = ht.submit(JOB).id
+        monkeypatch.setattr(launcher, "cancel", lambda job, how: over.wait(10) and launcher.asked.append(how))
+        begun_s = time.monotonic()
+
+        assert ask(port, f"/jobs/{job_id}/cancel", "POST")[0] == 202
+        assert time.monotonic() - begun_s < 5
+        over.set()
+        wait_until(lambda: launcher.asked == ["stop"], 10)
 
 
 class TestTokenFile:

@@ -14,11 +14,9 @@ import time
 import pytest
 from support.launching import free_port
 
-from horovod_train.errors import HorovodTrainError
 from horovod_train.events.file import EventsFile, opened
 from horovod_train.events.types import Progress, RankTimes, Started, Target, Targets
 from horovod_train.launch import jobs as jobs_module
-from horovod_train.launch.base import Submitted
 from horovod_train.launch.jobs import StateFile
 from horovod_train.monitor.board import Board, Readings, ScrapedRun, _access_of
 from horovod_train.monitor.brief import read_recent, summary_lines
@@ -26,7 +24,6 @@ from horovod_train.monitor.history import HistoryReader
 from horovod_train.monitor.live import RankReading, by_rank, scrape
 from horovod_train.monitor.runs import Run, Runs
 from horovod_train.monitor.view import job_row, log_tail, run_document
-from horovod_train.serve import page as ui_server
 from horovod_train.system.files import open_regular
 
 
@@ -94,54 +91,6 @@ class TestPasswords:
         monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
 
         assert _access_of(Run(folder)).authorization == "Basic dTo="  # nobody's password
-
-
-class TestEnding:
-    """The page ends the run that is shown, or none."""
-
-    @pytest.fixture
-    def cancelled(self, monkeypatch, tmp_path, folder):
-        found = []
-        jobs = [
-            Submitted("j-r", "local", "1", folder, 1.0),
-            Submitted("j-r0", "local", "2", folder.with_name("r0"), 2.0),
-            Submitted("other-r", "local", "3", tmp_path / "elsewhere" / "other" / "r", 3.0),
-        ]
-        monkeypatch.setattr(jobs_module, "known_jobs", lambda: iter(jobs))
-
-        class Launcher:
-            def cancel(self, job, how):
-                found.append((job.job_id, how))
-
-        monkeypatch.setattr(ui_server, "submitted", lambda job_id: (Launcher(), jobs_module.find_job(job_id)))
-        return found
-
-    def test_is_of_the_run_itself(self, folder, cancelled):
-        ui_server.end(Run(folder), "drain")
-
-        assert cancelled == [("j-r", "drain")]
-
-    def test_is_not_of_one_whose_id_begins_alike(self, folder, cancelled, monkeypatch):
-        (only,) = [job for job in jobs_module.known_jobs() if job.job_id == "j-r0"]
-        monkeypatch.setattr(jobs_module, "known_jobs", lambda: iter([only]))
-        with pytest.raises(HorovodTrainError, match="j/r was not started"):
-            ui_server.end(Run(folder), "stop")
-
-        assert not cancelled
-
-    def test_is_not_of_one_of_the_same_name_elsewhere(self, tmp_path, cancelled):
-        here = tmp_path / "runs" / "other" / "r"
-        here.mkdir(parents=True)
-        with pytest.raises(HorovodTrainError, match="other/r was not started"):
-            ui_server.end(Run(here), "stop")
-
-        assert not cancelled
-
-    def test_is_not_of_one_that_is_known_by_its_ranks(self, cancelled):
-        with pytest.raises(HorovodTrainError, match="was not started"):
-            ui_server.end(ScrapedRun("j", "r"), "stop")
-
-        assert not cancelled
 
 
 class TestForeignFiles:

@@ -162,6 +162,13 @@ SAFETY = (
         unit="s",
         span=6,
     ),
+    panel(
+        "graph",
+        "Lost calls of trackers",
+        "Calls of experiment trackers that were dropped or failed, since the ranks started.",
+        (same_on_all("horovod_train_tracker_lost_calls_total"), _JOB),
+        span=6,
+    ),
 )
 
 PAGE = Page(

@@ -330,7 +330,8 @@ async function end(how, question) {
   const key = shown; // the selection may change while the dialog is open
   if (!confirm(`${key}: ${question}`)) return;
   const jobId = encodeURIComponent(key.replace("/", "-"));
-  const answer = await fetch(`/api/v1/jobs/${jobId}/${how}`, { method: "POST" });
+  const query = lastRun?.folder && lastRun.key === key ? `?folder=${encodeURIComponent(lastRun.folder)}` : "";
+  const answer = await fetch(`/api/v1/jobs/${jobId}/${how}${query}`, { method: "POST" });
   const told = answer.headers.get("Content-Type")?.startsWith("application/json") ? (await answer.json()).message : await answer.text();
   put(at("message"), answer.ok ? "request sent" : told);
 }
