@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from support.launching import TIMEOUT_S, environment, free_port
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,7 @@ NOT_RUN_HERE = {
     "horovod-train ui runs": "the same under its former name; started below, too",
     "horovod-train report runs -o report.html": "needs a run; run below, after the first training",
     "horovod-train run --script train.py -n 4 -- ARGS": "tests/ranks/test_scripts.py runs scripts",
+    "horovod-train serve --allow-submit --tokens FILE": "tests/ranks/test_service.py starts it",
     "horovod-train targets serve": "serves until it is stopped; tests/ranks/test_prometheus.py asks it",
 }
 
@@ -132,6 +134,28 @@ def test_a_block_of_commands_runs(folder, block):
 
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", output)]
     assert not accuracies or max(accuracies) > 0.9
+
+
+@pytest.mark.campaign
+def test_after_it_tensorboard_shows_curves(folder):
+    assert "`tensorboard --logdir runs`" in README
+    run('horovod-train run digits --set name=digits-3 --set "metrics.trackers=[{name: tensorboard}]"', folder)
+    port = free_port()
+    command = ["tensorboard", "--logdir", "runs", "--port", str(port)]
+    with subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.DEVNULL) as shown:
+        try:
+            wait_until(lambda: "eval/accuracy" in tags_at(port), TIMEOUT_S)
+        finally:
+            shown.terminate()
+
+
+def tags_at(port: int) -> str:
+    """Names of the curves that a TensorBoard shows; empty: it is not up."""
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/data/plugin/scalars/tags", timeout=10) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ""
 
 
 @pytest.mark.parametrize("command", [c for c in INLINE if not is_run_elsewhere(c)])

@@ -102,3 +102,28 @@ def test_every_endpoint_and_parameter_is_described(served):
             for parameter in operation.get("parameters", []):
                 known = parameter["name"] == "limit" or parameter.get("description")
                 assert known or parameter["schema"].get("description"), (path, parameter["name"])
+
+
+def test_the_documentation_lists_every_request(served):
+    page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    listed = set(re.findall(r"^\| `(GET|POST) (/api/v1/[^`]+)`", page, re.MULTILINE))
+    paths = openapi(served)["paths"]
+
+    assert listed == {(method.upper(), path) for path, methods in paths.items() for method in methods}
+
+
+def test_the_commands_of_the_documentation_work(served, tmp_path):
+    """Those of the section HTTP, with the address and the token of this server."""
+    page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    section = page[page.index("## HTTP") :]
+    commands = section[section.index("```sh\n") + 6 :].partition("```")[0]
+    (tmp_path / "tokens").write_text(f"submit {SUBMIT}\n")
+    done = subprocess.run(
+        ["bash", "-euc", commands.replace("http://127.0.0.1:9301", served).replace("curl ", "curl --fail ")],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert '"state":"succeeded"' in done.stdout
+    assert "event: end" in done.stdout
+    assert '"series":{}' in done.stdout

@@ -175,4 +175,4 @@ def test_the_documentation_lists_every_call():
     public = {name for name in dir(JobHandle) if not name.startswith("_")}
 
     assert set(re.findall(r"`job\.(\w+)", table)) == public
-    assert set(re.findall(r"`ht\.(\w+)", table)) == {"submit", "job", "jobs"}
+    assert set(re.findall(r"`ht\.(\w+)", table)) == {"submit", "job", "jobs", "Client"}
