@@ -7,6 +7,7 @@
     page       from navigation to the first heat map of a thousand ranks, played by one server, under a
                Prometheus that scrapes them as well; median of five; target 2 s
     script     a script's steps watched against not watched, in turns inside one process; target 1.01
+    trackers   steps with a tracker against steps without, in turns inside one process; target 1.005
 
 usage: python -m benchmarks.monitoring [--only NAME] [--steps N] [--ranks N]
 """
@@ -28,7 +29,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.run import BIN, HERE, PORT, interval_of_median
+from benchmarks.run import BIN, HERE, PORT, Comparison, both_in, compare, interval_of_median, ours
+from benchmarks.with_tracker import BLOCK_STEPS, is_tracked
 
 PAIRS = 40
 TOKEN = "benchmark"  # noqa: S105
@@ -190,7 +192,23 @@ def script(args: argparse.Namespace) -> None:
     print(done.stdout.strip().splitlines()[-1])
 
 
-MEASURES = {"scrape": scrape, "memory": memory, "page": page, "script": script}
+def trackers(args: argparse.Namespace) -> None:
+    """Print the ratio of steps whose values are tracked to those whose are not."""
+    for name in ("jsonl", "tensorboard", "mlflow", "wandb"):
+        job = ours(name, metrics={"trackers": [{"name": name}]})
+        comparison = Comparison(
+            f"trackers: {name} on / off, in turns",
+            both_in("with_tracker.py", of=job),
+            None,
+            1.005,
+            is_first=is_tracked,
+            steps=max(4 * BLOCK_STEPS, args.steps // 100),
+            use_mean=True,
+        )
+        compare(comparison, "normalized", args.pairs, 0)
+
+
+MEASURES = {"scrape": scrape, "memory": memory, "page": page, "script": script, "trackers": trackers}
 
 
 def main() -> None:
@@ -199,6 +217,7 @@ def main() -> None:
     parser.add_argument("--only", choices=MEASURES)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--ranks", type=int, default=1000)
+    parser.add_argument("--pairs", type=int, default=5)
     args = parser.parse_args()
     for name, measure in MEASURES.items():
         if args.only in (None, name):

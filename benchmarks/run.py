@@ -99,11 +99,11 @@ OURS_GLOO = Variant(
 )
 
 
-def both_in(script: str, *env: tuple[str, str]) -> Variant:
+def both_in(script: str, *env: tuple[str, str], of: Variant = OURS) -> Variant:
     """Return a script that trains in both ways, in turns, in the place of our worker."""
 
     def command(model: str, steps: int, folder: Path) -> list[str]:
-        launch = OURS.command(model, steps, folder)[:5]
+        launch = of.command(model, steps, folder)[:5]
         return [*launch, str(HERE / script), str(folder / "job.json")]
 
     return Variant(script, command, env)

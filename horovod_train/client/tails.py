@@ -50,7 +50,7 @@ class FileTail:
             lines (``events/file.py``), reading continues with the first later time.
     """
 
-    pause_s = 0.5
+    pause_s = 1.0
 
     def __init__(self, path: Path, position: str = "", *, has_times: bool = False) -> None:
         self._path = path

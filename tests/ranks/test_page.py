@@ -277,6 +277,78 @@ def test_a_report_is_drawn_without_network(ended, chromium, tmp_path):
         assert not shown.complaints
 
 
+QUICK = {
+    "one rank": {"launch": {"num_ranks": 1}},
+    "four ranks": {"launch": {"num_ranks": 4}},
+    "failed": {"task": "Failing", "task_args": {"how": "raise", "rank": 1}},
+    "preempted": {"train": {"epochs": 5000, "batch_size_per_rank": 4}},
+    "elastic": {"launch": {"num_ranks": 2, "elastic": {"min_ranks": 2, "max_failures": 1}}},
+}
+ENDS = {"failed": "failed", "preempted": "preempted"}
+
+
+def run_of_kind(kind, folder):
+    """Train a job of a kind; return its run folder."""
+    if kind == "script":
+        script = ("--script", str(PROGRAMS / "scripts" / "torch_optimizer.py"), "-n", "2")
+        cli("run", *script, "--set", f"metrics.port={free_port()}", "--", "--steps", "60", cwd=folder)
+    elif kind == "fsdp":
+        sharded = ("-n", "2", "--set", "strategy=fsdp", "--set", "train.max_steps=30")
+        cli("run", "digits", *sharded, "--set", f"metrics.port={free_port()}", cwd=folder)
+    else:
+        wanted = {"launch": {"num_ranks": 2}, "task": "Noted", "task_args": {}, **QUICK[kind]}
+        arguments = {"notes": str(folder), "pause_s": 0.01, "num_samples": 60, **wanted["task_args"]}
+        wanted |= {"task": f"{PROGRAMS / 'quick_tasks.py'}:{wanted['task']}", "task_args": arguments}
+        rest = {"framework": "numpy", "run_dir": str(folder / "runs")}
+        train = {"epochs": 20, "batch_size_per_rank": 4}
+        job = write_job(folder / "job.yaml", **{"train": train, **rest, **wanted})
+        command = [sys.executable, "-m", "horovod_train", "run", str(job)]
+        with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.DEVNULL) as launched:
+            if kind == "preempted":
+                until(lambda: has_progress(folder), 60)
+                launched.terminate()
+    (events,) = (folder / "runs").glob("*/*/events.jsonl")
+    return events.parent
+
+
+def has_progress(folder):
+    files = folder.glob("runs/*/*/events.jsonl")
+    return any(isinstance(r.event, Progress) for file in files for r in read_events(file))
+
+
+SELDOM = [
+    pytest.param(kind, marks=pytest.mark.campaign) for kind in ("one rank", "elastic", "script", "fsdp")
+]
+
+
+@pytest.mark.parametrize("kind", ["four ranks", "failed", "preempted", *SELDOM])
+def test_a_report_of_each_kind_of_run_has_the_numbers_of_its_events(kind, chromium, tmp_path):
+    run = run_of_kind(kind, tmp_path)
+    records = list(read_events(run / "events.jsonl"))
+    losses = {r.event.step: r.event.loss for r in records if isinstance(r.event, Progress)}
+    evaluations = [r.event for r in records if isinstance(r.event, Evaluation)]
+    for name in ("report.html", "again.html"):
+        cli("report", str(run), "-o", name, cwd=tmp_path)
+    assert (tmp_path / "report.html").read_bytes() == (tmp_path / "again.html").read_bytes()
+
+    with tab(chromium, width=390, height=844) as shown:
+        shown.page.context.set_offline(True)
+        shown.page.goto((tmp_path / "report.html").as_uri())
+        shown.page.wait_for_selector("html[data-drawn]", timeout=SHOWN_MS)
+
+        assert ENDS.get(kind, "succeeded") in shown.text("main")
+        if losses:
+            curve = shown.page.evaluate("document.getElementById('chart-0').data[0]")
+            assert dict(zip(curve["x"], curve["y"], strict=True)) == losses
+        for name, value in (evaluations[-1].metrics if evaluations else {}).items():
+            titles = shown.page.locator("figcaption").all_text_contents()
+            place = next(at for at, title in enumerate(titles) if name in title and "valuation" in title)
+            drawn_y = shown.page.evaluate(f"document.getElementById('chart-{place}').data[0].y")
+            assert drawn_y[-1] == value
+        assert shown.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert not shown.complaints
+
+
 def test_it_can_be_used_without_a_mouse(page_of_ended, chromium):
     with tab(chromium) as shown:
         shown.page.goto(page_of_ended)
