@@ -176,6 +176,7 @@ bench: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m benchmarks.run
 	@$(BIN)/python -m benchmarks.frameworks
 	@$(BIN)/python -m benchmarks.monitoring
+	@$(BIN)/python -m benchmarks.service
 	@$(BIN)/python -m benchmarks.gpu
 	@$(BIN)/python -m benchmarks.strategies
 	@$(BIN)/python -m benchmarks.bubble
