@@ -23,14 +23,14 @@ class _Entry:
 
 
 class Statuses:
-    """Cache of statuses. Threads that query the same job at the same time share one query."""
+    """Cache of statuses. At most one thread queries a job at the same time."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._lock = Lock()
 
     def get(self, job: LocalJob) -> JobStatus:
-        """Return the status of a job, at most a few seconds old.
+        """Return the status of a job, at most two seconds old; an older one while a query takes longer.
 
         Raises:
             LaunchError: The system of the launcher does not respond.
@@ -41,11 +41,17 @@ class Statuses:
             if len(self._entries) > MAX_JOBS:
                 self._entries.popitem(last=False)
         age_s = LOCAL_AGE_S if job.has_local_files and job.launcher != "slurm" else AGE_S
-        with entry.lock:
+        known = entry.status
+        # Threads must not wait for a launcher that does not respond: there are few of them.
+        if not entry.lock.acquire(blocking=known is None) and known is not None:
+            return known
+        try:
             if entry.status is None or monotonic() - entry.time_s > age_s:
                 entry.status = job.status()
                 entry.time_s = monotonic()
             return entry.status
+        finally:
+            entry.lock.release()
 
     def forget(self, job: LocalJob) -> None:
         """Query the status of a job anew at the next call."""

@@ -25,6 +25,7 @@ from horovod_train.launch import submit as submitting
 from horovod_train.launch.base import JobStatus
 from horovod_train.serve import api, streams, uploads, web
 from horovod_train.serve.page import serve_page
+from horovod_train.serve.statuses import Statuses
 from horovod_train.serve.tokens import Tokens, read_tokens
 from horovod_train.serve.web import Tls
 
@@ -390,6 +391,22 @@ class TestEnding:
         assert time.monotonic() - begun_s < 5
         over.set()
         wait_until(lambda: launcher.asked == ["stop"], 10)
+
+
+class TestStatuses:
+    def test_of_a_launcher_that_does_not_respond_are_the_last_ones(self, launcher, monkeypatch):
+        job, over = local.LocalJob(local.find_job(ht.submit(JOB).id)), threading.Event()
+        statuses = Statuses()
+        statuses.get(job)
+        monkeypatch.setattr(launcher, "status", lambda _: over.wait(10) and JobStatus("failed", 1))
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(statuses.get, job)
+            time.sleep(0.1)
+
+            assert statuses.get(job) == JobStatus("running")
+            over.set()
+            assert slow.result().state == "failed"
+        assert statuses.get(job).state == "failed"
 
 
 class TestTokenFile:
