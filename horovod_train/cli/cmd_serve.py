@@ -21,8 +21,14 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.argument("what", metavar="[JOB|FOLDER|TARGETS]...", nargs=-1)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=9301, show_default=True, type=click.IntRange(0, 65535), metavar="PORT")
-@click.option("--allow-ending", is_flag=True, help="Allow to drain and cancel jobs, also on the page.")
-@click.option("--allow-submit", is_flag=True, help="Allow to submit jobs with a token of the token file.")
+@click.option(
+    "--allow-ending", is_flag=True, help="Allow clients to drain and cancel jobs, also on the page."
+)
+@click.option(
+    "--allow-submit",
+    is_flag=True,
+    help="Allow clients to submit jobs with a token of the token file; includes --allow-ending.",
+)
 @click.option("--tokens", type=FILE, help="File with lines `ROLE TOKEN`; a role is read, end or submit.")
 @click.option("--tls-cert", type=FILE, help="Certificate chain of the server, in PEM format, for HTTPS.")
 @click.option("--tls-key", type=FILE, help="Private key of the certificate.")
@@ -41,8 +47,8 @@ def command(
 
     JOB is the ID of a job, FOLDER a folder of runs, TARGETS a file or URL of Prometheus targets, or
     host:port,host:port of ranks. Default: the runs in the folder `runs`, and all jobs that were started from
-    this account. The API serves these jobs in any case. Requests must contain the printed token, in the link
-    or as Authorization: Bearer. HOROVOD_TRAIN_TOKEN sets the token.
+    this account. The API always serves all jobs of this account. Requests need the printed token, or one of
+    --tokens, as ?token= or as Authorization: Bearer TOKEN. HOROVOD_TRAIN_TOKEN sets the printed token.
     """
     from horovod_train.errors import UserError
     from horovod_train.monitor.live import targets_of
@@ -57,7 +63,7 @@ def command(
             hint="write a line `submit TOKEN` into a file with mode 600",
         )
     if (tls_cert is None) != (tls_key is None):
-        raise UserError("--tls-cert and --tls-key belong together", hint="give both, or none")
+        raise UserError("--tls-cert and --tls-key must be given together", hint="give both, or none")
     tls = Tls(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None
     places, sources = [], []
     for name in what:
@@ -75,7 +81,7 @@ def command(
         port=port,
         token=token,
         token_file=tokens,
-        most="submit" if allow_submit else "end" if allow_ending else "read",
+        max_role="submit" if allow_submit else "end" if allow_ending else "read",
         tls=tls,
         with_submitted=not what,
     )
@@ -84,7 +90,7 @@ def command(
             click.echo(line)
         if what and places and not any(any(folders_of_runs(place)) for place in places):
             nowhere = ", ".join(map(str, places))
-            click.echo(f"no runs in {nowhere} yet; they appear on the page as they begin")
+            click.echo(f"no runs in {nowhere} yet; runs appear on the page when they start")
 
 
 @contextmanager
@@ -110,7 +116,9 @@ def page_addresses(host: str, port: int, token: str, *, is_tls: bool = False) ->
     scheme = "https" if is_tls else "http"
     lines = [f"page: {scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={token}"]
     if is_loopback:
-        lines.append(f"from another machine: ssh -L {port}:127.0.0.1:{port} {name}, then the same address")
+        lines.append(
+            f"from another machine: run `ssh -L {port}:127.0.0.1:{port} {name}`, then open the same address"
+        )
     elif not is_tls:
         lines.append("this is HTTP: anyone who can read the network traffic can read the page and the token")
     return lines

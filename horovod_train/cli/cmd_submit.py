@@ -25,12 +25,12 @@ from horovod_train.cli.options import (
 @click.option(
     "--key",
     metavar="TEXT",
-    help="Start the job only if none was started with this key; print the ID of that job in any case.",
+    help="Idempotency key. If a job was started with this key, print its ID instead of starting another one.",
 )
 def command(
     job: tuple[str, ...], *, dry_run: bool, key: str | None, **options: Unpack[LaunchOptions]
 ) -> None:
-    """Start JOB, print its ID, and return immediately."""
+    """Start JOB, print its ID, and return without waiting for its end."""
     from horovod_train.cli.plan import plan_as_text
     from horovod_train.launch.submit import make_plan, resolve, submit_job, submit_once
 

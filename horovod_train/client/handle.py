@@ -19,7 +19,7 @@ SPARK_WIDTH, SPARK_HEIGHT = 240, 48
 
 @dataclass(frozen=True)
 class JobResult:
-    """Result of a job that has trained to its end.
+    """Result of a job that has succeeded. For scripts, ``metrics`` is empty and ``checkpoint`` is None.
 
     Attributes:
         metrics: Metrics of the last evaluation.
@@ -84,7 +84,11 @@ class JobAccess(Protocol):
 
 
 class JobHandle:
-    """A job that was submitted. A handle may be created at any time, in any process."""
+    """A job that was submitted. A handle may be created at any time, in any process.
+
+    Through a server, all methods may also raise ``ServerError`` (no response within ``patience_s``) and
+    ``UserError`` (request rejected).
+    """
 
     def __init__(self, access: JobAccess) -> None:
         self._access = access
@@ -109,7 +113,11 @@ class JobHandle:
 
     @property
     def state(self) -> State:
-        """Present state: waiting, starting, running, leaving, succeeded, failed, preempted or cancelled."""
+        """Current state.
+
+        One of waiting, starting, running, leaving (saving a checkpoint before the exit), succeeded, failed,
+        preempted, cancelled, unknown.
+        """
         return self.status().state
 
     def status(self) -> JobStatus:
@@ -156,7 +164,7 @@ class JobHandle:
         return self._access.events()
 
     def metrics(self) -> Series:
-        """Return ``loss``, ``lr``, ``samples_per_s`` and further numbers of steps, and ``eval/<metric>``.
+        """Return ``loss``, ``lr``, ``samples_per_s`` and further values of steps, and ``eval/<metric>``.
 
         Values are those of the reported steps (a few per second). After a return to a checkpoint, values of
         steps that were repeated are the new ones.
@@ -174,7 +182,8 @@ class JobHandle:
     def cancel(self, *, now: bool = False) -> JobStatus:
         """End the job, and return its final status.
 
-        Ranks may save a checkpoint within ``launch.grace_s``; with ``now``, they are killed immediately.
+        Ranks may save a checkpoint within ``launch.grace_s``; with ``now``, they are killed (in Slurm, after
+        its KillWait).
 
         Raises:
             LaunchError: The launcher of the job runs on another host.

@@ -124,7 +124,8 @@ def submit(
 
     Args:
         job: A file, the name of a shipped task, a job description as a mapping, or a ``Job``. Relative paths
-            in a mapping refer to the current directory. Environment variables override only files.
+            in a mapping refer to the current directory. Environment variables override fields of files, not
+            of mappings and ``Job`` objects.
         overrides: Values by dotted path, such as ``{"train.epochs": 3}``; they override the job.
         key: Any text. If a job was started with this key before, its handle is returned, and no job is
             started. A process that may be killed and started again submits each job once this way.
@@ -177,7 +178,9 @@ def jobs() -> list[JobHandle]:
 
 
 def job(job_id: str) -> JobHandle:
-    """Return a job by its ID, by a unique prefix of it, or by its name (of several, the newest running one).
+    """Return a job by its ID, a unique prefix of it, or its name.
+
+    A name selects the newest job of this name that has not ended, or else the newest.
 
     Raises:
         UserError: No job, or more than one, matches.

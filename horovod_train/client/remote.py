@@ -106,10 +106,12 @@ class Client:
         """Start a job on the server, and return without waiting for it.
 
         Args:
-            job: As for ``horovod_train.submit``. A file ``train.py`` of ``task: train.py:Task`` is uploaded.
+            job: As for ``horovod_train.submit``. If the task is in a file (``task: t.py:Task``), this file
+                is uploaded. Environment variables override nothing.
             overrides: Values by dotted path; they override the job.
             key: Any text. If a job was started with this key before, its handle is returned.
-            files: Further files that the task imports, below the folder of the job.
+            files: Further files of the task, as paths relative to the folder of the job file (to the current
+                folder if ``job`` is not a file).
 
         Raises:
             ConfigError: The job description is not valid; the error lists all problems.
@@ -373,10 +375,10 @@ def _check_certificate(error: Exception) -> None:
 
 
 def _uploaded(tree: Mapping[str, object], folder: Path, files: Iterable[str | Path]) -> list[str]:
-    """Return the names of the files to upload, relative to the folder of the job.
+    """Return the names of the files to upload, relative to ``folder``.
 
     Raises:
-        UserError: A file is not below the folder of the job.
+        UserError: A file is not below ``folder``.
     """
     names = [str(file) for file in files]
     task = tree.get("task")
@@ -385,7 +387,7 @@ def _uploaded(tree: Mapping[str, object], folder: Path, files: Iterable[str | Pa
         names.append(file)
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise UserError(f"{name} cannot be uploaded: it is not below the folder of the job, {folder}")
+            raise UserError(f"{name} cannot be uploaded: it is not below {folder.resolve()}")
     return list(dict.fromkeys(names))
 
 

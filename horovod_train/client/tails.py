@@ -28,11 +28,11 @@ class Tail(Protocol):
 
     pause_s: float
 
-    def read(self, *, is_last: bool = False) -> list[tuple[str, str]]:
+    def read(self, *, is_complete: bool = False) -> list[tuple[str, str]]:
         """Return new lines as (position after the line, line); empty: there are none at present.
 
         Args:
-            is_last: The writer has ended: an unfinished last line is returned, too.
+            is_complete: The writer has ended: an unfinished last line is returned, too.
 
         Raises:
             LaunchError: The output cannot be read from the system of the launcher.
@@ -45,9 +45,10 @@ class FileTail:
 
     Args:
         path: The file.
-        position: Position after the last line that was read; empty, or not a position: the beginning.
+        position: Position after the last line that was read; empty or invalid: start of the file.
         has_times: Lines are JSON objects with ``time_unix_s``. After the file was replaced by one with fewer
-            lines (``events/file.py``), reading continues with the first later time.
+            lines (``events/file.py``), reading continues with the first event
+            later than the last one that was read.
     """
 
     pause_s = 1.0
@@ -56,7 +57,7 @@ class FileTail:
         self._path = path
         self._has_times = has_times
         self._inode = self._offset = 0
-        self._time_unix_s = self._skipped_to_unix_s = float("-inf")
+        self._time_unix_s = self._skip_until_unix_s = float("-inf")
         numbers = position.split("-", 2)
         try:
             self._inode, self._offset = int(numbers[0]), max(0, int(numbers[1]))
@@ -64,14 +65,14 @@ class FileTail:
         except (ValueError, IndexError):
             self._inode = self._offset = 0
 
-    def read(self, *, is_last: bool = False) -> list[tuple[str, str]]:
+    def read(self, *, is_complete: bool = False) -> list[tuple[str, str]]:
         """Return new lines, at most about ``CHUNK_BYTES`` at once."""
         try:
             with open_regular(self._path) as file:
                 found = os.fstat(file.fileno())
                 if found.st_ino != self._inode or found.st_size < self._offset:
                     self._inode, self._offset = found.st_ino, 0
-                    self._skipped_to_unix_s = self._time_unix_s
+                    self._skip_until_unix_s = self._time_unix_s
                 file.seek(self._offset)
                 data = file.read(CHUNK_BYTES)
                 while data and b"\n" not in data and len(data) < min(MAX_LINE_BYTES, found.st_size):
@@ -81,13 +82,13 @@ class FileTail:
                     data += more
         except OSError:  # not written yet
             return []
-        return self._lines(data, is_last=is_last and self._offset + len(data) >= found.st_size)
+        return self._lines(data, is_complete=is_complete and self._offset + len(data) >= found.st_size)
 
-    def _lines(self, data: bytes, *, is_last: bool) -> list[tuple[str, str]]:
+    def _lines(self, data: bytes, *, is_complete: bool) -> list[tuple[str, str]]:
         lines = []
         *whole, rest = data.split(b"\n")
         sizes_bytes = [len(line) + 1 for line in whole]
-        if rest and (is_last or len(data) >= MAX_LINE_BYTES):
+        if rest and (is_complete or len(data) >= MAX_LINE_BYTES):
             whole.append(rest)
             sizes_bytes.append(len(rest))
         for line, size_bytes in zip(whole, sizes_bytes, strict=True):
@@ -95,9 +96,9 @@ class FileTail:
             text = line.decode(errors="replace").rstrip("\r")
             if self._has_times:
                 time_unix_s = _time_of(text)
-                if time_unix_s is None or time_unix_s <= self._skipped_to_unix_s:
+                if time_unix_s is None or time_unix_s <= self._skip_until_unix_s:
                     continue
-                self._time_unix_s, self._skipped_to_unix_s = time_unix_s, float("-inf")
+                self._time_unix_s, self._skip_until_unix_s = time_unix_s, float("-inf")
             lines.append((f"{self._inode}-{self._offset}-{self._time_unix_s!r}", text))
         return lines
 
@@ -111,7 +112,7 @@ def _time_of(line: str) -> float | None:
 
 
 class OutputTail:
-    """Reader of a job's output through its launcher, whose position is the number of lines.
+    """Reader of a job's output through its launcher. A position is the number of lines read.
 
     Args:
         launcher: Launcher of the job.
@@ -120,7 +121,7 @@ class OutputTail:
         as_events: Return only events, as lines of ``events.jsonl`` with the time of the submission.
     """
 
-    pause_s = 5.0  # the launcher sends all lines again
+    pause_s = 5.0  # each read requests the whole output
 
     def __init__(
         self, launcher: Launcher, job: Submitted, position: str = "", *, as_events: bool = False
@@ -129,9 +130,9 @@ class OutputTail:
         self._num_read = int(position) if position.isdecimal() else 0
         self._as_events = as_events
 
-    def read(self, *, is_last: bool = False) -> list[tuple[str, str]]:
+    def read(self, *, is_complete: bool = False) -> list[tuple[str, str]]:
         """Return new lines."""
-        del is_last  # the launcher returns unfinished lines
+        del is_complete  # the launcher returns unfinished lines
         lines = []
         for line in islice(self._launcher.logs(self._job, follow=False), self._num_read, None):
             self._num_read += 1

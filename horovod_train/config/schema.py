@@ -299,7 +299,7 @@ class Tracking(Section):
     """Experiment tracker to which rank 0 logs losses and metrics."""
 
     name: ImportPath | Name
-    """csv, jsonl, tensorboard, or an import path ``module:Class`` (see docs/monitoring.md)."""
+    """csv, jsonl, tensorboard, mlflow, wandb, or an import path ``module:Class`` (see docs/monitoring.md)."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of the tracker, such as ``path: metrics.csv``. Not for secrets."""

@@ -1,7 +1,7 @@
 """Records of jobs: the state of each run, next to its log, and the list of submitted jobs.
 
 <run folder>/state.json                              written by the launcher
-$XDG_STATE_HOME/horovod_train/jobs/<job id>.json     written before a job is started, and again after that
+$XDG_STATE_HOME/horovod_train/jobs/<job id>.json     written before a job is started, and when it is
 $XDG_STATE_HOME/horovod_train/jobs/keys/<SHA-256>     job that was started with an idempotency key
 """
 
@@ -59,7 +59,7 @@ def submitted_job(request: LaunchRequest, native_id: str) -> Submitted:
     )
 
 
-def remember(request: LaunchRequest, native_id: str) -> Submitted:
+def save_record(request: LaunchRequest, native_id: str) -> Submitted:
     """Write the record of a submitted job, or replace it.
 
     Raises:
@@ -70,7 +70,7 @@ def remember(request: LaunchRequest, native_id: str) -> Submitted:
     return job
 
 
-def forget(job_id: str) -> None:
+def delete_record(job_id: str) -> None:
     """Delete the record of a job that was not started."""
     with suppress(OSError):
         (jobs_dir() / f"{job_id}.json").unlink()
@@ -118,10 +118,10 @@ def find_job(job_id: str) -> Submitted:
     jobs = list(known_jobs())
     exact = [job for job in jobs if job.job_id == job_id]
     of_name = [job for job in jobs if _RUN_ID.fullmatch(job.job_id.removeprefix(f"{job_id}-"))]
-    going_on = (job for job in of_name if not StateFile(job.log_dir).read().has_ended)
+    unfinished = (job for job in of_name if not StateFile(job.log_dir).read().has_ended)
     found = (
         exact
-        or list(islice(going_on, 1))
+        or list(islice(unfinished, 1))
         or of_name[:1]
         or [job for job in jobs if job.job_id.startswith(job_id)]
     )
@@ -129,7 +129,7 @@ def find_job(job_id: str) -> Submitted:
         return found[0]
     names = [job.job_id for job in found or jobs]
     if found:
-        raise UserError(f"{job_id!r} is the beginning of several job IDs: {', '.join(names[:5])}")
+        raise UserError(f"{job_id!r} is a prefix of several job IDs: {', '.join(names[:5])}")
     raise UserError(f"no job {job_id!r}", hint=did_you_mean(job_id, names) or "see `horovod-train list`")
 
 
@@ -147,9 +147,9 @@ class UsedKey:
     fingerprint: str = ""
 
     def write(self, job_id: str, fingerprint: str) -> None:
-        """Store the job of this key, before its start: an interrupted write belongs to no job."""
+        """Store the job of this key before the job is started. An interrupted write is ignored later."""
         fields = {"job_id": job_id, "fingerprint": fingerprint}
-        self.path.write_text(json.dumps(fields), encoding="utf-8")  # not replaced, because it is locked
+        self.path.write_text(json.dumps(fields), encoding="utf-8")  # in place: the lock is on this file
 
 
 @contextmanager
@@ -201,7 +201,7 @@ class StateFile:
         self._warn = warn
         self._on_change = on_change
         self._last_change: tuple[State, str] | None = None
-        self._remarks: dict[str, str] = {}
+        self._warnings: dict[str, str] = {}
         self._last: tuple[State, int | None, str, str, Sequence[int]] | None = None
         self._is_unwritable = False
 
@@ -215,7 +215,7 @@ class StateFile:
     ) -> None:
         """Write the state, and record this process as the launcher."""
         self._last = (state, exit_code, message, cause, lost_ranks)
-        message = "; ".join(filter(None, (message, *self._remarks.values())))
+        message = "; ".join(filter(None, (message, *self._warnings.values())))
         if self._last_change != (state, message):
             self._last_change = (state, message)
             self._on_change(state, message)
@@ -261,8 +261,8 @@ class StateFile:
 
     def set_warning(self, subject: str, text: str) -> None:
         """Add a warning, by subject, to the messages of this and all later states."""
-        if self._remarks.get(subject) != text:
-            self._remarks[subject] = text
+        if self._warnings.get(subject) != text:
+            self._warnings[subject] = text
             self._warn(f"warning: {text}")
             if self._last is not None:
                 self.write(*self._last)
@@ -277,7 +277,7 @@ class StateFile:
         if document["host"] != socket.gethostname():
             silent_s = self._silent_s()
             if "touched_every_s" in document and silent_s > SILENT_S:
-                text = f"{document['host']}, the launcher's host, shows no sign of life for {silent_s:.0f} s"
+                text = f"the launcher on {document['host']} has not updated {STATE_FILE} for {silent_s:.0f} s"
                 return JobStatus("failed", 137, text, "lost")
             where = f"on {document['host']}, process {document['pid']}"
             message = "; ".join(text for text in (status.message, f"launcher {where}") if text)

@@ -18,7 +18,14 @@ from horovod_train.events.text import tagged
 from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.hosts.hostlist import interface_towards
-from horovod_train.launch.jobs import find_job, forget, known_jobs, locked_key, remember, submitted_job
+from horovod_train.launch.jobs import (
+    delete_record,
+    find_job,
+    known_jobs,
+    locked_key,
+    save_record,
+    submitted_job,
+)
 from horovod_train.launch.supervise.signals import TerminationRequested, interrupted_by_signals
 from horovod_train.registry import LAUNCHERS
 
@@ -144,17 +151,17 @@ def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], N
     launcher = launcher_named(request.job.launch.launcher)
     early_id: str = launcher.early_id(request) if hasattr(launcher, "early_id") else ""
     with suppress(OSError):  # reported below
-        remember(request, early_id)  # so that the job is known even if this process is killed now
+        save_record(request, early_id)  # so that the job is known even if this process is killed now
     try:
         native_id = launcher.submit(request, plan)
     except LaunchError:
-        forget(request.job_id)
+        delete_record(request.job_id)
         raise
     return record_job(request, native_id, warn)
 
 
 def submit_once(job: Job, key: str, warn: Callable[[str], None]) -> tuple[Submitted, bool]:
-    """Start a job, unless it was started with this key before; return its record, and whether it is new.
+    """Start a job, unless it was started with this key; return its record, and whether this call started it.
 
     If the process that started it was killed in the meantime, the start is completed.
 
@@ -177,17 +184,17 @@ def submit_once(job: Job, key: str, warn: Callable[[str], None]) -> tuple[Submit
             )
         if known is not None and known.is_started:
             return known, False
-        is_repeated = used.job_id and used.fingerprint == fingerprint
-        request = resolve(job, used.job_id.removeprefix(f"{job.name}-") if is_repeated else None)
+        completes_start = used.job_id and used.fingerprint == fingerprint
+        request = resolve(job, used.job_id.removeprefix(f"{job.name}-") if completes_start else None)
         plan = make_plan(request)
         used.write(request.job_id, fingerprint)
         return submit_job(request, plan, warn), True
 
 
 def record_job(request: LaunchRequest, native_id: str, warn: Callable[[str], None]) -> Submitted:
-    """Store a started job. If that fails, print how to find the job without its ID."""
+    """Store a started job. If that fails, warn with its native ID and run folder."""
     try:
-        return remember(request, native_id)
+        return save_record(request, native_id)
     except OSError as error:
         warn(
             f"warning: {error.filename}: {error.strerror}: `horovod-train status` will not find "

@@ -1,1 +1,1 @@
-"""HTTP servers of the web page, of Prometheus targets and of job metrics."""
+"""HTTP server: web page, job API, Prometheus targets and job metrics."""

@@ -1,6 +1,6 @@
 """HTTP API of jobs, version 1: submit, list, observe and end the jobs of the server's account.
 
-It stores nothing: run folders, launchers and the records of submitted jobs are read for each request. Its
+It has no database: each request reads run folders, launchers and the records of submitted jobs. Its OpenAPI
 document is ``/api/v1/openapi.json``.
 """
 
@@ -47,19 +47,20 @@ log = logging.getLogger(__name__)
 MAX_STREAMS = 200
 MAX_WAIT_S = 60.0
 POLL_S = 0.5
-AT_ONCE_S = 5.0
-"""A response is sent after this time, even if the launcher has not finished the request."""
+END_TIMEOUT_S = 5.0
+"""Maximum time until the response to drain and cancel; the launcher continues in the background."""
 
 MAX_PAGE = 500
 ERRORS = {
     400: "The Host header is not accepted, or the request is malformed.",
     401: "The token is missing or wrong.",
     403: "The token does not allow this, or the request is from another origin.",
-    404: "There is no such job.",
+    404: "No job, or more than one, matches.",
     408: "The request was not complete in time.",
-    409: "The launcher rejects the request, or the job is in another state.",
+    409: "The launcher rejects the request or does not respond, the job has not succeeded, or its run folder "
+    "is not `folder`.",
     413: "The body is too large.",
-    422: "The request is not valid, or the job description has problems: all of them.",
+    422: "The request or the job description is invalid; `problems` lists all problems.",
     429: "Too many requests, or too many open streams.",
 }
 Given = Annotated[JobId, Path(description="ID of the job, a unique prefix of it, or its name.")]
@@ -71,7 +72,7 @@ Follow = Annotated[bool, Query(description="Continue until the job ends.")]
 
 
 class StatusError(HorovodTrainError):
-    """A request that is answered with a certain status."""
+    """Error with a given HTTP status."""
 
     def __init__(self, status: int, message: str, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -107,8 +108,8 @@ class JobsApi:
         ):
             router.add_api_route(path, endpoint, methods=[method], **options)
         app.include_router(router)
-        app.add_exception_handler(HorovodTrainError, _explained)
-        app.add_exception_handler(RequestValidationError, _explained_validation)
+        app.add_exception_handler(HorovodTrainError, _error_response)
+        app.add_exception_handler(RequestValidationError, _validation_response)
 
     async def submit(
         self,
@@ -160,7 +161,7 @@ class JobsApi:
 
     async def get(self, job_id: Given) -> JobDocument:
         """Return a job and its status."""
-        return await self._document(await _found(job_id))
+        return await self._document(await _find(job_id))
 
     async def wait(
         self,
@@ -171,7 +172,7 @@ class JobsApi:
     ) -> JobDocument:
         """Return a job when it has ended, or after a time; `has_ended` tells which."""
         deadline_s = monotonic() + timeout_s
-        job = await _found(job_id)
+        job = await _find(job_id)
         while True:
             document = await self._document(job)
             if document.has_ended or monotonic() >= deadline_s:
@@ -180,7 +181,7 @@ class JobsApi:
 
     async def result(self, job_id: Given) -> ResultDocument:
         """Return the result of a job that has succeeded."""
-        job = await _found(job_id)
+        job = await _find(job_id)
         status = await to_thread.run_sync(lambda: self._statuses.get(job))
         if status.state != "succeeded":
             raise StatusError(409, f"{job.id} has no result: {status}")
@@ -197,7 +198,7 @@ class JobsApi:
         name: Annotated[list[str], Query(description="Only these metrics; none: all.")] = [],  # noqa: B006
     ) -> MetricsDocument:
         """Return the values of steps and evaluations: `loss`, `lr`, `samples_per_s`, `eval/<metric>` ..."""
-        job = await _found(job_id)
+        job = await _find(job_id)
         series = await to_thread.run_sync(job.metrics)
         return MetricsDocument(
             series={
@@ -213,8 +214,8 @@ class JobsApi:
         follow: Follow = True,  # noqa: FBT002  (a query parameter)
         last_event_id: LastEventId = "",
     ) -> StreamingResponse:
-        """Stream the events of a job (docs/events.md) as JSON, and at last `end` with its status."""
-        return self._stream(await _found(job_id), "events", last_event_id, follow=follow)
+        """Stream the events of a job (docs/events.md) as JSON, then `end` with the current status."""
+        return self._stream(await _find(job_id), "events", last_event_id, follow=follow)
 
     async def logs(
         self,
@@ -222,8 +223,8 @@ class JobsApi:
         follow: Follow = True,  # noqa: FBT002  (a query parameter)
         last_event_id: LastEventId = "",
     ) -> StreamingResponse:
-        """Stream the lines of a job's output, with the rank of each, and at last `end` with its status."""
-        return self._stream(await _found(job_id), "logs", last_event_id, follow=follow)
+        """Stream the lines of a job's output, with the rank of each, then `end` with the current status."""
+        return self._stream(await _find(job_id), "logs", last_event_id, follow=follow)
 
     async def drain(self, request: Request, job_id: Given, folder: Folder = None) -> JobDocument:
         """Request the ranks to save a checkpoint and exit with code 75, without a time limit.
@@ -231,8 +232,8 @@ class JobsApi:
         The whole ID of the job is required.
         """
         require(request, "end")
-        job = await _found(job_id, is_whole=True, folder=folder)
-        return await self._ended(job, job.drain)
+        job = await _find(job_id, is_whole=True, folder=folder)
+        return await self._end_job(job, job.drain)
 
     async def cancel(
         self,
@@ -246,15 +247,15 @@ class JobsApi:
         The whole ID of the job is required.
         """
         require(request, "end")
-        job = await _found(job_id, is_whole=True, folder=folder)
-        return await self._ended(job, lambda: job.cancel(now=cancellation.now))
+        job = await _find(job_id, is_whole=True, folder=folder)
+        return await self._end_job(job, lambda: job.cancel(now=cancellation.now))
 
-    async def _ended(self, job: LocalJob, end: Callable[[], None]) -> JobDocument:
-        """Call a function that ends a job, for ``AT_ONCE_S`` at most; it continues in the background."""
+    async def _end_job(self, job: LocalJob, end: Callable[[], None]) -> JobDocument:
+        """Call a function that ends a job, for ``END_TIMEOUT_S`` at most; it continues in the background."""
         work = asyncio.ensure_future(to_thread.run_sync(end))
         work.add_done_callback(_log_error)
         with suppress(TimeoutError):  # such as pods that are being deleted
-            await asyncio.wait_for(asyncio.shield(work), AT_ONCE_S)
+            await asyncio.wait_for(asyncio.shield(work), END_TIMEOUT_S)
         self._statuses.forget(job)
         return await self._document(job)
 
@@ -284,12 +285,12 @@ def require(request: Request, role: Role) -> None:
         option = "--allow-ending" if role == "end" else "--allow-submit"
         raise StatusError(
             403,
-            f"this requires the role {role!r}; that of the token is {request.state.role!r}",
-            f"use another token; the server must be started with {option}",
+            f"this requires the role {role!r}; the token has {request.state.role!r} on this server",
+            f"use a token with this role, and start the server with {option}",
         )
 
 
-async def _found(job_id: str, *, is_whole: bool = False, folder: str | None = None) -> LocalJob:
+async def _find(job_id: str, *, is_whole: bool = False, folder: str | None = None) -> LocalJob:
     """Return a job; raise ``StatusError`` if there is none, or more than one.
 
     Args:
@@ -298,7 +299,7 @@ async def _found(job_id: str, *, is_whole: bool = False, folder: str | None = No
         folder: Run folder that the job must have; None: any.
     """
 
-    def find() -> LocalJob:
+    def find_it() -> LocalJob:
         try:
             found = find_job(job_id)
         except UserError as error:
@@ -310,7 +311,7 @@ async def _found(job_id: str, *, is_whole: bool = False, folder: str | None = No
             raise StatusError(409, f"the run folder of {job_id} is {found.log_dir}, not {folder}")
         return LocalJob(found)
 
-    return await to_thread.run_sync(find)
+    return await to_thread.run_sync(find_it)
 
 
 def _jobs_after(job_id: str | None) -> Iterator[LocalJob]:
@@ -332,7 +333,7 @@ def _log_error(work: asyncio.Future[None]) -> None:
         log.warning("a job could not be ended: %s", error)
 
 
-def _explained(_: Request, error: Exception) -> Response:
+def _error_response(_: Request, error: Exception) -> Response:
     """Return the response for an error of this package."""
     if not isinstance(error, HorovodTrainError):
         raise error
@@ -340,7 +341,7 @@ def _explained(_: Request, error: Exception) -> Response:
     return JSONResponse(ErrorDocument.of(error).model_dump(), status)
 
 
-def _explained_validation(_: Request, error: Exception) -> Response:
+def _validation_response(_: Request, error: Exception) -> Response:
     """Return the response for a request whose parameters or body are not valid."""
     if not isinstance(error, RequestValidationError):
         raise error

@@ -92,7 +92,7 @@ class MetricsDocument(BaseModel):
 
 
 class ResultDocument(BaseModel):
-    """Result of a job that has trained to its end."""
+    """Result of a job that has succeeded; of a script, without metrics and checkpoint."""
 
     metrics: dict[str, float | None] = Field(description="Metrics of the last evaluation.")
     checkpoint: str | None = Field(description="Newest checkpoint, on the server's machine.")

@@ -207,7 +207,7 @@ def serve_page(
     port: int,
     token: str,
     token_file: Path | None = None,
-    most: Role = "read",
+    max_role: Role = "read",
     tls: Tls | None = None,
     access: Access = Access(),  # noqa: B008  (it is frozen)
     with_submitted: bool = False,
@@ -219,9 +219,9 @@ def serve_page(
         sources: Files, URLs or lists of targets.
         host: Address to listen on.
         port: Port; 0: any free port.
-        token: Token in the address of the page; it may end jobs if ``most`` allows it, and not submit them.
-        token_file: File with further tokens and their roles; None: there is none.
-        most: Highest role of any token.
+        token: Token in the address of the page; it may end jobs if ``max_role`` allows it, but not submit.
+        token_file: File with further tokens and their roles; None: no further tokens.
+        max_role: Highest role of any token.
         tls: Certificate and key; None: HTTP.
         access: Credentials for the ranks of the sources.
         with_submitted: Whether to display all jobs that were submitted from this account.
@@ -229,7 +229,7 @@ def serve_page(
     Raises:
         UserError: The server cannot listen on this address and port, or a file cannot be used.
     """
-    app = application(host, Tokens(token, token_file, most), has_api=True)
+    app = application(host, Tokens(token, token_file, max_role), has_api=True)
     board = Board(places, sources, access, with_submitted=with_submitted)
     Page(board).add_to(app)
     JobsApi().add_to(app)

@@ -1,4 +1,4 @@
-"""Status of jobs, queried at most once in a while: a query of Slurm or Kubernetes takes time."""
+"""Cache of job statuses, because queries of Slurm and Kubernetes are slow."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Entry:
 
 
 class Statuses:
-    """Cache of statuses. At most one thread queries a job at the same time."""
+    """Cache of statuses. At most one thread at a time queries the status of a job."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._lock = Lock()
 
     def get(self, job: LocalJob) -> JobStatus:
-        """Return the status of a job, at most two seconds old; an older one while a query takes longer.
+        """Return the status of a job, at most two seconds old; while another thread queries it, the last one.
 
         Raises:
             LaunchError: The system of the launcher does not respond.

@@ -18,14 +18,14 @@ from horovod_train.serve.documents import JobDocument
 from horovod_train.serve.statuses import Statuses
 
 KEEP_ALIVE_S = 15.0
-LOOK_S = 2.0
+STATUS_INTERVAL_S = 2.0
 """Interval of status queries of a stream without new lines."""
 
 
 async def stream(
     job: LocalJob, what: Literal["events", "logs"], position: str, statuses: Statuses, *, follow: bool
 ) -> AsyncIterator[bytes]:
-    """Yield the lines of a job after a position, and at last its status as event ``end``.
+    """Yield the lines of a job after a position, then its status as event ``end``.
 
     Args:
         job: The job.
@@ -35,12 +35,12 @@ async def stream(
         follow: Continue until the job has ended.
     """
     tail = job.tail_of_events(position) if what == "events" else job.tail_of_log(position)
-    sent_s = looked_s = monotonic()
+    sent_s = queried_s = monotonic()
     is_last, has_sent = not follow, bool(position)
     yield b"retry: 2000\n\n"
     try:
         while True:
-            lines = await to_thread.run_sync(partial(tail.read, is_last=is_last))
+            lines = await to_thread.run_sync(partial(tail.read, is_complete=is_last))
             if lines:
                 sent_s, has_sent = monotonic(), True
                 yield b"".join(_encoded(what, *line) for line in lines)
@@ -48,8 +48,8 @@ async def stream(
             if is_last:
                 break
             await asyncio.sleep(tail.pause_s)
-            if monotonic() - looked_s > LOOK_S:
-                looked_s = monotonic()
+            if monotonic() - queried_s > STATUS_INTERVAL_S:
+                queried_s = monotonic()
                 status = await to_thread.run_sync(lambda: statuses.get(job))
                 is_last = status.has_ended
             if monotonic() - sent_s > KEEP_ALIVE_S:

@@ -31,8 +31,8 @@ TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (name of a variable)
 
 
 @dataclass(frozen=True)
-class Known:
-    """An accepted token: its role on this server, and its number."""
+class AcceptedToken:
+    """An accepted token: its role on this server, and its index, for the rate limit."""
 
     role: Role
     number: int
@@ -42,30 +42,30 @@ class Tokens:
     """Accepted tokens.
 
     Args:
-        own: Token with the role ``end``; it cannot submit jobs, because it is part of printed addresses.
-        file: Token file; it is read again when it changes. None: there is none.
-        most: Highest role of any token.
+        page_token: Token with the role ``end``; it cannot submit jobs, because it is printed in an address.
+        file: Token file; it is read again when it changes. None: no further tokens.
+        max_role: Highest role of any token.
 
     Raises:
         UserError: The file cannot be read, is readable by other users, or has an invalid line.
     """
 
-    def __init__(self, own: str, file: Path | None = None, most: Role = "read") -> None:
-        self._own: list[tuple[Role, str]] = [("end", own)]
+    def __init__(self, page_token: str, file: Path | None = None, max_role: Role = "read") -> None:
+        self._page_token: list[tuple[Role, str]] = [("end", page_token)]
         self._file = file
-        self._most = ROLES.index(most)
+        self._max_role = ROLES.index(max_role)
         self._version = _version(file)
         self._of_file = read_tokens(file) if file is not None else []
 
-    def find(self, given: Iterable[str]) -> Known | None:
-        """Return the first accepted token; None: there is none."""
+    def find(self, given: Iterable[str]) -> AcceptedToken | None:
+        """Return the first accepted token; None: no token is accepted."""
         self._update()
         for token in given:
-            found: Known | None = None
-            # All are compared, so that the time of the response reveals nothing.
-            for number, (role, accepted) in enumerate([*self._own, *self._of_file]):
+            found: AcceptedToken | None = None
+            # All tokens are compared, so that the response time does not reveal which one matched.
+            for number, (role, accepted) in enumerate([*self._page_token, *self._of_file]):
                 if hmac.compare_digest(token.encode(), accepted.encode()):
-                    found = Known(ROLES[min(ROLES.index(role), self._most)], number)
+                    found = AcceptedToken(ROLES[min(ROLES.index(role), self._max_role)], number)
             if found is not None:
                 return found
         return None

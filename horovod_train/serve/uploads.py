@@ -1,6 +1,6 @@
 """Files of a task that are uploaded with a job.
 
-They are stored in the folder of the job, in a folder whose name is a hash of their names and contents. They
+They are stored below ``run_dir/<name>``, in a folder whose name is a hash of their names and contents. They
 are text; nothing in them is executed by the server.
 """
 
@@ -28,7 +28,7 @@ HASH_CHARS = 16
 def job_with_files(
     job: Mapping[str, object], overrides: Mapping[str, object], files: Mapping[str, str]
 ) -> Job:
-    """Return a job whose task may be one of some files, which are stored in the folder of the job.
+    """Store files below ``run_dir/<name>``, and return the job, whose task may be one of them.
 
     Args:
         job: Job description; relative paths of tasks refer to the files.
@@ -37,7 +37,7 @@ def job_with_files(
 
     Raises:
         ConfigError: The job description is not valid; the error lists all problems.
-        UserError: A file is too large, or its name is not a relative path of plain names.
+        UserError: The files are too large, or the name of one is not a relative path.
     """
     if not files:
         return described(job, overrides)
@@ -58,13 +58,14 @@ def _check(files: Mapping[str, str]) -> None:
         parts = PurePosixPath(name).parts
         if "/".join(parts) != name or not all(_PART.fullmatch(part) for part in parts):
             raise UserError(
-                f"files: {name!r} is not a relative path of plain names",
-                hint="upload files below the folder of the job, such as `train.py` or `models/net.py`",
+                f"files: {name!r} must be a relative path whose parts contain only letters, digits, '.', '_' "
+                "and '-', and start with a letter, a digit or '_'",
+                hint="such as `train.py` or `models/net.py`",
             )
     size_bytes = sum(len(text.encode(errors="replace")) for text in files.values())
     if size_bytes > MAX_FILES_BYTES:
         raise UserError(
-            f"files: they have {size_bytes} bytes, more than {MAX_FILES_BYTES}",
+            f"files: the total size is {size_bytes} bytes; the limit is {MAX_FILES_BYTES}",
             hint="put data where the ranks can read it, and upload code only",
         )
 

@@ -69,17 +69,17 @@ class Tls:
 
 
 @dataclass
-class Allowance:
-    """Token bucket: the number of requests that a client may still send at once."""
+class RateLimit:
+    """Rate limit of one access token (token-bucket algorithm)."""
 
     left: float = BURST
-    counted_s: float = field(default_factory=monotonic)
+    updated_s: float = field(default_factory=monotonic)
 
     def take(self) -> float:
-        """Take a request; return 0, or the time in seconds after which it may be repeated."""
+        """Count a request; return 0, or the seconds to wait before a retry."""
         now_s = monotonic()
-        self.left = min(BURST, self.left + (now_s - self.counted_s) * RATE_PER_S)
-        self.counted_s = now_s
+        self.left = min(BURST, self.left + (now_s - self.updated_s) * RATE_PER_S)
+        self.updated_s = now_s
         if self.left < 1:
             return (1 - self.left) / RATE_PER_S
         self.left -= 1
@@ -109,7 +109,7 @@ class Guard:
         self._app = app
         self._names = names
         self._tokens = tokens
-        self._allowances: dict[int, Allowance] = {}
+        self._rate_limits: dict[int, RateLimit] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
@@ -164,10 +164,11 @@ class Guard:
         if known is None:
             raise Refusal(
                 401,
-                "the token is missing or wrong: use the address that was printed",
+                "the token is missing or wrong: use the printed address, or the header "
+                "`Authorization: Bearer TOKEN`",
                 {"WWW-Authenticate": "Bearer"},
             )
-        wait_s = self._allowances.setdefault(known.number, Allowance()).take()
+        wait_s = self._rate_limits.setdefault(known.number, RateLimit()).take()
         if wait_s:
             raise Refusal(429, "too many requests", {"Retry-After": str(max(1, round(wait_s)))})
         request.state.role = known.role
@@ -381,7 +382,11 @@ class Server:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
-            hint = "choose another --port" if error.errno == errno.EADDRINUSE else "is it this host's --host?"
+            hint = (
+                "choose another --port"
+                if error.errno == errno.EADDRINUSE
+                else "--host must be an address of this host"
+            )
             raise UserError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}", hint=hint
             ) from error

@@ -32,14 +32,14 @@ from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import TrackerRecord
 from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, Tracker
 
-MAX_WAITING = 10_000
+MAX_QUEUED_CALLS = 10_000
 """Maximum number of queued calls of a slow tracker; further calls are dropped and counted."""
 
 CLOSE_S = 10.0
 """Maximum time for queued calls when the rank ends."""
 
 MAX_RANKS_SUMMARIZED = 128
-"""Times of so many ranks are stored one by one; of more ranks, those of the slowest ones."""
+"""Maximum number of ranks in the summary; with more ranks, the slowest ones."""
 
 
 class TrackerThread:
@@ -64,28 +64,29 @@ class TrackerThread:
         self._print_notice = print_notice
         self._count_lost = count_lost
         self._num_dropped = 0
-        self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def enqueue(self, call: Callable[[], None]) -> None:
         """Queue a call of the tracker; does not block."""
-        if self._waiting.qsize() >= MAX_WAITING:
+        if self._queue.qsize() >= MAX_QUEUED_CALLS:
             self._num_dropped += 1
             self._count_lost(1)
         else:
-            self._waiting.put(call)
+            self._queue.put(call)
 
     def close(self) -> None:
         """Wait for queued calls, for up to ``CLOSE_S``; report dropped calls."""
-        self._waiting.put(None)
+        self._queue.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            num_waiting = self._waiting.qsize()  # the last entry is the None from above
+            num_waiting = self._queue.qsize()  # the last entry is the None from above
             self._num_dropped += max(0, num_waiting - 1)
+            self._count_lost(max(0, num_waiting - 1))
             if not num_waiting:
                 self._print_notice(
-                    f"tracker {self._name} has not closed after {CLOSE_S:g} s: what it did not store is lost"
+                    f"tracker {self._name} has not closed after {CLOSE_S:g} s: values not yet stored are lost"
                 )
         if self._num_dropped:
             self._print_notice(f"tracker {self._name} is too slow: {self._num_dropped} call(s) were dropped")
@@ -99,15 +100,15 @@ class TrackerThread:
 
     def _serve(self) -> None:
         try:
-            while (call := self._waiting.get()) is not None:
+            while (call := self._queue.get()) is not None:
                 call()
             self.tracker.end()
         except SystemExit as left:
-            raise RuntimeError(f"it calls sys.exit({left.code!r})") from left
+            raise RuntimeError(f"the tracker called sys.exit({left.code!r})") from left
 
     def _discard_calls(self) -> None:
-        """Discard further calls, so that they do not count as dropped."""
-        while self._waiting.get() is not None:
+        """Discard further calls and count them as lost; they are not reported as dropped."""
+        while self._queue.get() is not None:
             self._count_lost(1)
 
 
@@ -149,7 +150,7 @@ class Trackers:
             thread.enqueue(partial(thread.tracker.log, step, epochs, values))
 
     def observe(self, event: Event) -> None:
-        """Take throughput, times of ranks, checkpoints and the end of the run from an event."""
+        """Record throughput, times of ranks, checkpoints and the final state from an event."""
         match event:
             case Progress():
                 if event.samples_per_s is not None:
@@ -166,7 +167,7 @@ class Trackers:
                 pass
 
     def observe_script(self, event: Event) -> None:
-        """Do the same for a script, and log its reported steps; its epochs are unknown."""
+        """Record an event of a script, and log its reported steps; epochs are unknown."""
         self.observe(event)
         if isinstance(event, Progress):
             known = {"loss": event.loss, "lr": event.lr, **event.numbers}
@@ -174,14 +175,16 @@ class Trackers:
             self.log_step(event.step, math.nan, values)
 
     def _add_times(self, event: RankTimes) -> None:
-        wait_s = event.phases_s.get(WAIT_PHASE)
+        allreduce_wait_s = event.phases_s.get(WAIT_PHASE)
+        if allreduce_wait_s is None:  # own time is not measured
+            return
         for place, num_steps in enumerate(event.steps):
             rank = event.first_rank + place
             steps, own_s, waiting_s, seconds = self._totals.get(rank, (0, 0.0, 0.0, 0.0))
-            step_s = event.step_s[place] - (wait_s[place] if wait_s else 0.0)
+            own_s += event.step_s[place] - allreduce_wait_s[place]
             is_known = waiting_s is not None and bool(event.waiting_s)
             waited_s = (waiting_s or 0.0) + event.waiting_s[place] if is_known else None
-            self._totals[rank] = steps + num_steps, own_s + step_s, waited_s, seconds + event.seconds
+            self._totals[rank] = steps + num_steps, own_s, waited_s, seconds + event.seconds
 
     def summary(self) -> SummaryValues:
         """Return the state and checkpoint, and own time per step and share of waiting of each rank."""

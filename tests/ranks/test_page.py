@@ -369,7 +369,7 @@ def test_without_the_token_there_is_no_page(page_of_ended, chromium):
         answer = shown.page.goto(page_of_ended.partition("?")[0])
 
         assert answer.status == 401
-        assert "the address that was printed" in shown.page.content()
+        assert "use the printed address" in shown.page.content()
 
 
 def test_run_with_ui_prints_where_it_is_and_serves_while_the_run_lasts(tmp_path, chromium):

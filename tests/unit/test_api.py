@@ -40,7 +40,7 @@ def launcher(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(remote, "PAUSE_S", 0.05)
     monkeypatch.setattr(tails.FileTail, "pause_s", 0.02)
-    monkeypatch.setattr(streams, "LOOK_S", 0.05)
+    monkeypatch.setattr(streams, "STATUS_INTERVAL_S", 0.05)
     monkeypatch.setattr(api, "POLL_S", 0.02)
     monkeypatch.setattr("horovod_train.serve.statuses.LOCAL_AGE_S", 0.0)
     made = FakeLauncher()
@@ -65,7 +65,7 @@ def serve(launcher, tokens, tmp_path):
         servers.append(
             serve_page(
                 [tmp_path / "runs"], [], host="127.0.0.1", port=options.pop("port", 0), token=OWN,
-                token_file=tokens, most=most, **options,
+                token_file=tokens, max_role=most, **options,
             )
         )  # fmt: skip
         return servers[-1]
@@ -269,7 +269,7 @@ class TestUploads:
         many = {f"x{number}.py": "" for number in range(201)}
 
         assert status == 422
-        assert "more than 100" in told["message"]
+        assert "the limit is 100" in told["message"]
         assert ask(port, "/jobs", "POST", {"job": JOB, "files": many})[0] == 422
 
     def test_a_file_and_a_folder_of_one_name_are_refused(self, port):
@@ -280,7 +280,7 @@ class TestUploads:
 
     @pytest.mark.parametrize("name", ["../x.py", "/x.py"])
     def test_the_client_refuses_files_outside_the_folder_of_the_job(self, client, name):
-        with pytest.raises(UserError, match="not below the folder of the job"):
+        with pytest.raises(UserError, match="cannot be uploaded: it is not below"):
             client.submit(JOB, files=[name])
         with pytest.raises(UserError, match="cannot be uploaded"):
             client.submit(JOB, files=["none.py"])
@@ -381,7 +381,7 @@ class TestEnding:
         assert "does not run on this host" in told["message"]
 
     def test_that_takes_long_goes_on_in_the_background(self, port, launcher, monkeypatch):
-        monkeypatch.setattr(api, "AT_ONCE_S", 0.1)
+        monkeypatch.setattr(api, "END_TIMEOUT_S", 0.1)
         over = threading.Event()
         job_id = ht.submit(JOB).id
         monkeypatch.setattr(launcher, "cancel", lambda job, how: over.wait(10) and launcher.asked.append(how))
@@ -591,8 +591,8 @@ class TestTails:
 
         assert [line for _, line in tail.read()] == ["one"]
         assert tail.read() == []
-        assert [line for _, line in tail.read(is_last=True)] == ["tw"]
-        assert tail.read(is_last=True) == []
+        assert [line for _, line in tail.read(is_complete=True)] == ["tw"]
+        assert tail.read(is_complete=True) == []
 
     def test_read_lines_of_any_length_and_bytes(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tails, "CHUNK_BYTES", 64)

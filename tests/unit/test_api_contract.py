@@ -38,7 +38,7 @@ class EndedJobs(FakeLauncher):
 def served(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(web.Allowance, "take", lambda self: 0.0)  # schemathesis sends more than a client may
+    monkeypatch.setattr(web.RateLimit, "take", lambda self: 0.0)  # schemathesis sends more than a client may
     launcher = EndedJobs()
     for module in (local, submitting):
         monkeypatch.setattr(module, "launcher_named", lambda name: launcher)
@@ -46,7 +46,9 @@ def served(monkeypatch, tmp_path):
     tokens.write_text(f"submit {SUBMIT}\n")
     tokens.chmod(0o600)
     write_events(ht.submit({"name": "j", "task": "digits"}).folder, progress(1, 2.0))
-    server = serve_page([tmp_path], [], host="127.0.0.1", port=0, token=OWN, token_file=tokens, most="submit")
+    server = serve_page(
+        [tmp_path], [], host="127.0.0.1", port=0, token=OWN, token_file=tokens, max_role="submit"
+    )
     yield f"http://127.0.0.1:{server.port}"
     server.close()
 

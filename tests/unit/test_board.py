@@ -433,7 +433,7 @@ class TestAStateOfAnotherHost:
 
         status = state.read()
         assert (status.state, status.cause) == ("failed", "lost")
-        assert "shows no sign of life for 400 s" in status.message
+        assert "has not updated state.json for 400 s" in status.message
 
     def test_is_touched_while_somebody_carries_it_out(self, folder, monkeypatch):
         monkeypatch.setattr(jobs_module, "TOUCHED_EVERY_S", 0.02)

@@ -959,11 +959,11 @@ class TestJobs:
         return resolve(Job(name="j", task="digits", run_dir=str(tmp_path)), "run-1")
 
     def test_are_found_by_the_beginning_of_their_names(self, request_):
-        jobs.remember(request_, "7")
-        jobs.remember(replace(request_, run_id="sun-2"), "8")
+        jobs.save_record(request_, "7")
+        jobs.save_record(replace(request_, run_id="sun-2"), "8")
 
         assert jobs.find_job("j-run").native_id == "7"
-        with pytest.raises(UserError, match="is the beginning of several job IDs: j-sun-2, j-run-1"):
+        with pytest.raises(UserError, match="is a prefix of several job IDs: j-sun-2, j-run-1"):
             jobs.find_job("j-")
         with pytest.raises(UserError, match="no job 'k'"):
             jobs.find_job("k")
@@ -1242,7 +1242,7 @@ class TestWhatIsRemembered:
     def test_by_another_version_is_left_out(self, tmp_path, content):
         for number in range(9):  # in whichever order the folder lists them
             request = resolve(Job(name=f"j{number}", task="digits", run_dir=str(tmp_path)), "run-1")
-            jobs.remember(request, str(number))
+            jobs.save_record(request, str(number))
             (jobs.jobs_dir() / f"other-{number}.json").write_text(content)
 
         assert sorted(job.native_id for job in jobs.known_jobs()) == list("012345678")

@@ -28,7 +28,7 @@ OUTPUT = [
 def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(tails.OutputTail, "pause_s", 0.05)
-    monkeypatch.setattr(streams, "LOOK_S", 0.05)
+    monkeypatch.setattr(streams, "STATUS_INTERVAL_S", 0.05)
     monkeypatch.setattr("horovod_train.serve.statuses.AGE_S", 0.0)
     monkeypatch.setattr(module, "POLL_S", 0.05)
     monkeypatch.setattr(module.MpiJobLauncher, "poll_s", 0.05)
@@ -45,7 +45,7 @@ def api(request, cluster, tmp_path):
     tokens.write_text(f"submit {SUBMIT}\n")
     tokens.chmod(0o600)
     server = serve_page(
-        [tmp_path], [], host="127.0.0.1", port=0, token="x" * 16, token_file=tokens, most="submit"
+        [tmp_path], [], host="127.0.0.1", port=0, token="x" * 16, token_file=tokens, max_role="submit"
     )
     yield ht.Client(f"http://127.0.0.1:{server.port}", SUBMIT)
     server.close()

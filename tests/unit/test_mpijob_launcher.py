@@ -54,7 +54,7 @@ def request_for(run_id="run-1", **changes):
 
 def submit(api, **changes):
     request = request_for(f"run-{next(NUMBERS)}", **changes)
-    return jobs.remember(request, MpiJobLauncher().submit(request, make_plan(request)))
+    return jobs.save_record(request, MpiJobLauncher().submit(request, make_plan(request)))
 
 
 def test_a_job_is_tried_first_and_then_created_with_all_it_needs(api):
@@ -85,7 +85,7 @@ def test_a_submission_that_was_interrupted_is_completed_and_creates_no_second_jo
     request = request_for()
     plan = make_plan(request)
     launcher = MpiJobLauncher()
-    early = jobs.remember(request, launcher.early_id(request))
+    early = jobs.save_record(request, launcher.early_id(request))
     assert launcher.status(early).message == "no MPIJob: its submission was interrupted"
     first = launcher.submit(request, plan)
     for collection, name in list(api.objects):

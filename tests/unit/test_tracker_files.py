@@ -156,6 +156,7 @@ def killed_resumed_and_summarized(make, folder):
     trained(make, folder, "a", 0, *first, (4, {"eval/acc": 0.1})).end()
     tracker = trained(make, folder, "b", 2, (3, {"loss": 7.0}), (4, {"loss": 6.0}), (5, {"loss": np.inf}))
     tracker.log(4, 1.0, {"loss": 1.5})
+    tracker.log(5, 1.25, {"loss": 1.25})
     tracker.summarize(SUMMARY)
     tracker.end()
 

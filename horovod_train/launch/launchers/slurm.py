@@ -23,11 +23,11 @@ MAX_ID_CHARS, MAX_PATH_CHARS = 32, 4096
 SCRIPT_LOG = "slurm.log"
 SCRIPT = "batch.sh"
 CLAIM = "slurm-job-id"
-"""File with the ID of the Slurm job that trains."""
+"""File with the ID of the Slurm job that carries out the run."""
 
 # Job states of Slurm.
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
-_GOING_ON = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+_ACTIVE = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 _CANCEL = {
     "drain": ("--batch", "--signal=USR2"),
     "stop": ("--batch", "--signal=TERM"),
@@ -67,7 +67,7 @@ class SlurmLauncher(PolledLauncher):
         state = fields.get("JobState", "")
         if state in _WAITING:
             return JobStatus("waiting", message=f"in Slurm's queue: {fields.get('Reason', '')}")
-        if state in _GOING_ON:
+        if state in _ACTIVE:
             # The final state may be that of an attempt before the job was requeued.
             is_old = own.has_ended and state != "COMPLETING"
             return JobStatus("starting") if is_old or own.state == "waiting" else own
@@ -118,7 +118,7 @@ def batch_script(request: LaunchRequest) -> str:
             "#!/bin/bash",
             *(f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items()),
             f"#SBATCH --{'requeue' if slurm.requeue else 'no-requeue'}",
-            # Of several submissions of this run, one trains. A requeued job has the same ID.
+            # If this run was submitted several times, only one job continues. A requeued job keeps its ID.
             f'(set -C; echo "$SLURM_JOB_ID" >{claim}) 2>/dev/null',
             f'[ "$(cat {claim})" = "$SLURM_JOB_ID" ] || exit 0',
             *slurm.setup,
@@ -131,7 +131,7 @@ def batch_script(request: LaunchRequest) -> str:
 
 
 def _native_id(log_dir: Path, submitted: str = "") -> str:
-    """Return the ID of the Slurm job that trains a run, or else waits; empty: there is none.
+    """Return the ID of the Slurm job of a run, running or queued; empty: none.
 
     Args:
         log_dir: Run folder.
@@ -153,7 +153,7 @@ def _native_id(log_dir: Path, submitted: str = "") -> str:
 
 
 def _query_slurm(native_id: str) -> dict[str, str]:
-    """Return the fields of a job in Slurm; empty: Slurm does not store the job any more.
+    """Return the fields of a job in Slurm; empty: Slurm no longer knows the job.
 
     Raises:
         LaunchError: Slurm does not respond.
@@ -194,7 +194,7 @@ def call_slurm(*command: str, check: bool = True) -> str:
         ) from error
     except subprocess.TimeoutExpired as error:
         raise LaunchError(
-            f"{command[0]} did not answer within {TIMEOUT_S:g} s", hint="is slurmctld up? `scontrol ping`"
+            f"{command[0]} did not answer within {TIMEOUT_S:g} s", hint="check slurmctld: `scontrol ping`"
         ) from error
     if check and done.returncode:
         raise LaunchError(f"{command[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}")

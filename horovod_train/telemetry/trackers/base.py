@@ -19,8 +19,8 @@ class TrackedRun:
         folder: Folder that contains the runs of the job.
         step: Completed steps at the start; greater than 0 if training resumes from a checkpoint.
         versions: Versions of installed packages by name.
-        history: Returns the values of earlier runs of this training, as far as their events have them. A
-            tracker that sends values later than they are logged adds those that were lost with a killed rank.
+        history: Returns the values in the events of earlier runs of this job. A tracker that sends values
+            later than they are logged adds those that a killed rank did not send.
     """
 
     job: Mapping[str, object]
@@ -61,8 +61,8 @@ def kind_of(names: Iterable[str]) -> str:
 
 SummaryValues = dict[str, float | str]
 """Values of a whole run: ``state`` (succeeded, preempted or failed), ``checkpoint`` (path of the newest one),
-and for each rank ``own_s/rank_<n>`` (own time per step, in seconds) and ``waiting/rank_<n>`` (share of time
-in which it waited for later ranks), as far as known.
+and for each rank ``own_s/rank_<n>`` (own time per step, in seconds) and ``waiting/rank_<n>`` (fraction of the
+time spent waiting for later ranks), if the all-reduce wait is measured.
 """
 
 
@@ -85,7 +85,7 @@ class Tracker(Protocol):
             step: Completed optimizer steps. After a return to a checkpoint, it may be smaller than before:
                 the later values are valid.
             epochs: Epochs passed; NaN: unknown.
-            values: Of a step: ``loss``, ``lr``, ``samples_per_s`` of reported steps, and further numbers if
+            values: Of a step: ``loss``, ``lr``, ``samples_per_s`` of reported steps, and further values if
                 computed, such as ``grad_norm``; of an evaluation: ``eval/<metric>``.
         """
         ...

@@ -30,7 +30,7 @@ class JsonLines:
         self._name = Path(path or "metrics.jsonl")
 
     def start(self, run: TrackedRun) -> None:
-        """Remove the lines of later steps of the training that is resumed, and append a line for this start.
+        """Remove the lines of later steps of the run that is resumed, and append a line for this start.
 
         Raises:
             OSError: The file cannot be read or written.
@@ -71,7 +71,7 @@ class JsonLines:
             file.write(json.dumps(entry) + "\n")
 
     def _retain(self, is_retained: Callable[[Entry], bool]) -> None:
-        """Rewrite the file with the retained lines of the last training, and all lines of earlier ones."""
+        """Rewrite the file: all lines before the last start from step 0, and the retained ones after it."""
         if not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -21,7 +21,7 @@ from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, kin
 EXTRA = "pip install 'horovod_train[mlflow]'"
 FLUSH_S = 2.0
 MAX_BATCH = 500
-"""Values are sent every ``FLUSH_S``, or when there are so many: a request per step would cost time."""
+"""Values are sent every ``FLUSH_S``, or when this many are pending: a request per step would cost time."""
 
 MAX_PARAMS_PER_REQUEST = 100
 DATABASE = "mlflow.db"
@@ -32,9 +32,9 @@ STATES = {"succeeded": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 class MlFlow:
     """Tracker for MLflow: parameters, metrics, tags, and the path of the newest checkpoint.
 
-    Each training is one MLflow run; a resume continues it. MLflow stores no second value of a step: after a
-    resume or a return to a checkpoint, repeated steps have their first values, and the tag
-    ``horovod_train.returned_to`` has the first step of the last return.
+    A run and all its resumes are one MLflow run. This tracker stores one value per step: after a resume or a
+    return to a checkpoint, repeated steps keep their first values, and the tag ``horovod_train.returned_to``
+    is the first step that was repeated last.
 
     Args:
         uri: Tracking URI; None: ``MLFLOW_TRACKING_URI``, or else the database ``mlflow.db`` in the folder
@@ -59,7 +59,7 @@ class MlFlow:
         self._flushed_s = 0.0
 
     def start(self, run: TrackedRun) -> None:
-        """Create a run, or continue that of the training that is resumed."""
+        """Create an MLflow run, or continue that of the run that is resumed."""
         mlflow = import_optional("mlflow", needed_by="the tracker mlflow", hint=EXTRA)
         self._entities = mlflow.entities
         store = run.folder.parent
@@ -98,13 +98,15 @@ class MlFlow:
         self._last["evaluation"] = self._last_step(names)
 
     def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
-        """Store values of a step that has none yet."""
+        """Store values, unless this or a later step is already stored."""
         kind = kind_of(values)
         if step <= self._last[kind]:
-            if kind == "step":
+            if kind == "step" and not self._is_repeating:
                 self._set_tags({"horovod_train.returned_to": str(step)})
+            self._is_repeating = True
             return
         self._last[kind] = step
+        self._is_repeating = False
         now_ms = int(time() * 1000)
         self._metrics += [
             self._entities.Metric(_key(name), value, now_ms, step) for name, value in values.items()
@@ -131,6 +133,7 @@ class MlFlow:
         self._client.set_terminated(self._id, STATES.get(self._state, "FAILED"))
 
     _state = "failed"
+    _is_repeating = False
 
     def _flush(self) -> None:
         for begin in range(0, len(self._metrics), MAX_BATCH):

@@ -22,8 +22,8 @@ EXTRA = "pip install 'horovod_train[tensorboard]'"
 class TensorBoard:
     """Tracker for TensorBoard: scalars, and the job's fields as hyperparameters.
 
-    Each training is one run of TensorBoard, named after the run that began it. A resume adds a file to the
-    same folder; TensorBoard then discards values of later steps, as after a return to a checkpoint.
+    A run and all its resumes are one TensorBoard run, named after the first of them. A resume adds a file to
+    the same folder; TensorBoard then discards values of later steps, as after a return to a checkpoint.
 
     Args:
         path: Folder, relative to the folder of the job's runs; None: ``tensorboard``.

@@ -22,9 +22,9 @@ FIRST, MIDDLE = 2, 3  # types of a record that continues
 class WeightsAndBiases:
     """Tracker for Weights & Biases: configuration, metrics, and a summary.
 
-    Each training is one run of W&B; a resume continues it. W&B stores no second value of a step: after a
-    resume or a return to a checkpoint, repeated steps have their first values, and ``returned_to`` in the
-    summary is the first step of the last return. Offline, files are written to ``wandb`` in the folder of
+    A run and all its resumes are one W&B run. This tracker stores one value per step: after a resume or a
+    return to a checkpoint, repeated steps keep their first values, and ``returned_to`` in the summary is the
+    first step that was repeated last. Offline, files are written to ``wandb`` in the folder of
     the job's runs; ``wandb sync`` sends them. The API key is read from ``WANDB_API_KEY``.
 
     Args:
@@ -52,7 +52,7 @@ class WeightsAndBiases:
         self._entity = entity
 
     def start(self, run: TrackedRun) -> None:
-        """Create a run, or continue that of the training that is resumed."""
+        """Create a W&B run, or continue that of the run that is resumed."""
         self._wandb = wandb = import_optional("wandb", needed_by="the tracker wandb", hint=EXTRA)
         folders = sorted((run.folder / "wandb").glob("*run-*-*/")) if run.step else []
         newest = max(folders, key=lambda each: each.stat().st_mtime, default=None)
@@ -81,13 +81,15 @@ class WeightsAndBiases:
             self.log(step, math.nan, values)
 
     def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
-        """Store values of a step that has none yet."""
+        """Store values, unless this or a later step is already stored."""
         kind = kind_of(values)
         if step <= self._last[kind]:
-            if kind == "step":
+            if kind == "step" and not self._is_repeating:
                 self._run.summary["returned_to"] = step
+            self._is_repeating = True
             return
         self._last[kind] = step
+        self._is_repeating = False
         self._run.log(dict(values), step=step)
 
     def summarize(self, values: SummaryValues) -> None:
@@ -101,6 +103,7 @@ class WeightsAndBiases:
         self._wandb.teardown()  # its process, and the connections to it
 
     _exit_code = 1
+    _is_repeating = False
 
 
 def _history(folder: Path) -> Iterator[tuple[int, str]]:
