@@ -2,8 +2,8 @@
 
     HorovodTrainError        1
     |-- UserError            2   ConfigError, DeviceMemoryError, KeyUsedError, UnknownNameError
-    |-- OperationalError     1   EngineError, LaunchError (LostError), WorldError, CheckpointError,
-    |                            DesyncError, NcclError, GpuError, PeerError, ServerError
+    |-- OperationalError     1   EngineError, LaunchError (LostError, UnansweredError), WorldError,
+    |                            CheckpointError, DesyncError, NcclError, GpuError, PeerError, ServerError
     |-- JobFailedError      that of the job
     |-- KernelError          1
     |-- NumericError         3
@@ -120,6 +120,10 @@ class LaunchError(OperationalError):
 
 class ServerError(OperationalError):
     """A server of ``horovod-train serve`` does not respond, or has failed."""
+
+
+class UnansweredError(LaunchError):
+    """The system of a launcher did not answer in time: the request may have been carried out."""
 
 
 class JobFailedError(OperationalError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 
 from horovod_train.client.handle import JobHandle, JobResult
@@ -12,11 +13,12 @@ from horovod_train.client.tails import FileTail, OutputTail, Tail
 from horovod_train.config.load import job_from, load_job
 from horovod_train.config.schema import Job
 from horovod_train.config.shipped import job_file
+from horovod_train.errors import ConfigError, Problem
 from horovod_train.events.file import EVENTS_FILE, Record, read_events
 from horovod_train.events.series import Series, series_of
 from horovod_train.events.types import Summary
 from horovod_train.events.wire import parse_line
-from horovod_train.launch.base import JobStatus, Submitted
+from horovod_train.launch.base import JobStatus, Launcher, Submitted
 from horovod_train.launch.jobs import LOG_FILE, find_job, known_jobs
 from horovod_train.launch.submit import launcher_named, make_plan, resolve, submit_job, submit_once
 
@@ -28,7 +30,11 @@ class LocalJob:
 
     def __init__(self, job: Submitted) -> None:
         self._job = job
-        self._launcher = launcher_named(job.launcher)
+
+    @cached_property
+    def _launcher(self) -> Launcher:
+        """Launcher of the job; raises ``UnknownNameError`` if it is not installed."""
+        return launcher_named(self._job.launcher)
 
     @property
     def id(self) -> str:
@@ -151,7 +157,10 @@ def described(
     settings = {} if overrides is None else dict(overrides)
     if isinstance(job, str | Path):
         return load_job(job_file(str(job)), settings=settings, origin=ORIGIN)
-    tree = job.model_dump(mode="json") if isinstance(job, Job) else deepcopy(dict(job))
+    try:
+        tree = job.model_dump(mode="json") if isinstance(job, Job) else deepcopy(dict(job))
+    except RecursionError:
+        raise ConfigError("the job", [Problem("(the job)", "", "is nested too deeply")]) from None
     return job_from(tree, folder, "the job", environ={}, settings=settings, origin=ORIGIN)
 
 

@@ -28,11 +28,12 @@ from horovod_train.errors import (
     LaunchError,
     Problem,
     ServerError,
+    UnansweredError,
     UserError,
 )
-from horovod_train.events.file import Record, as_record
+from horovod_train.events.file import Record, parsed_records
 from horovod_train.events.series import Series
-from horovod_train.launch.base import JobStatus
+from horovod_train.launch.base import PATIENCE_S, JobStatus
 
 TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (name of a variable)
 PAUSE_S = 1.0
@@ -129,9 +130,12 @@ class Client:
         body = {
             "job": tree,
             "overrides": dict(overrides or {}),
-            "files": {name: _text_of(folder / name) for name in _uploaded(tree, folder, files)},
+            "files": {
+                name: _text_of(folder / name)
+                for name in _uploaded((overrides or {}).get("task", tree.get("task")), folder, files)
+            },
         }
-        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+        headers = {"Idempotency-Key": quote(key or uuid.uuid4().hex, safe=" ")}
         return JobHandle(RemoteJob(self, self.request("POST", "/jobs", body, headers)))
 
     def jobs(
@@ -181,7 +185,7 @@ class Client:
             except HTTPError as error:
                 if error.code not in RETRIED or monotonic() > deadline_s:
                     raise _as_error(error) from error
-            except (OSError, ValueError, HTTPException) as error:
+            except (OSError, json.JSONDecodeError, UnicodeDecodeError, HTTPException) as error:
                 _check_certificate(error)
                 if monotonic() > deadline_s:
                     raise ServerError(f"{self._url} does not respond: {error}") from error
@@ -205,6 +209,8 @@ class Client:
                         yield each
                         if each.event == "end":
                             return
+                if monotonic() > deadline_s:
+                    raise ServerError(f"{self._url}{path}: the stream ended without the event `end`")
             except HTTPError as error:
                 if error.code not in RETRIED or monotonic() > deadline_s:
                     raise _as_error(error) from error
@@ -265,12 +271,19 @@ class RemoteJob:
 
     def wait(self, timeout_s: float) -> JobStatus:
         """Block until the job has ended."""
-        deadline_s = monotonic() + timeout_s
+        known_s = monotonic()
+        deadline_s = known_s + timeout_s
         while True:
             left_s = max(0.0, min(LONG_POLL_S, deadline_s - monotonic()))
-            found = self.client.request("GET", f"{self._path}/wait?timeout_s={left_s:g}")
-            if found["has_ended"]:
-                return status_of(found)
+            try:
+                found = self.client.request("GET", f"{self._path}/wait?timeout_s={left_s:g}")
+            except LaunchError:  # as on the server's machine
+                if monotonic() - known_s > PATIENCE_S:
+                    raise
+            else:
+                known_s = monotonic()
+                if found["has_ended"]:
+                    return status_of(found)
             if monotonic() >= deadline_s:
                 raise TimeoutError(f"{self.id} has not ended within {timeout_s:g} s")
 
@@ -291,7 +304,7 @@ class RemoteJob:
 
     def events(self) -> list[Record]:
         """Return the events so far."""
-        return [as_record(each.data) for each in self._stream("events", follow=False)]
+        return list(parsed_records(each.data for each in self._stream("events", follow=False)))
 
     def _stream(self, what: str, *, follow: bool) -> Iterator[StreamedEvent]:
         for each in self.client.stream(f"{self._path}/{what}?follow={str(follow).lower()}"):
@@ -358,9 +371,9 @@ def _as_error(error: HTTPError) -> Exception:
         return ServerError(f"{error.url}: {error.code} {error.reason}")
     if problems:
         return ConfigError("the job", problems)
-    if error.code >= 500:
+    if error.code >= 500 and document.get("kind") != "unanswered":
         return ServerError(message)
-    kinds = {"key_used": KeyUsedError, "launch": LaunchError}
+    kinds = {"key_used": KeyUsedError, "launch": LaunchError, "unanswered": UnansweredError}
     return kinds.get(str(document.get("kind")), UserError)(message, hint=hint)
 
 
@@ -374,17 +387,17 @@ def _check_certificate(error: Exception) -> None:
         ) from error
 
 
-def _uploaded(tree: Mapping[str, object], folder: Path, files: Iterable[str | Path]) -> list[str]:
+def _uploaded(task: object, folder: Path, files: Iterable[str | Path]) -> list[str]:
     """Return the names of the files to upload, relative to ``folder``.
 
     Raises:
         UserError: A file is not below ``folder``.
     """
     names = [str(file) for file in files]
-    task = tree.get("task")
     file, colon, _ = task.rpartition(":") if isinstance(task, str) else ("", "", "")
     if colon and file.endswith(".py") and not Path(file).is_absolute() and (folder / file).is_file():
         names.append(file)
+    names = [os.path.normpath(name) for name in names]
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise UserError(f"{name} cannot be uploaded: it is not below {folder.resolve()}")

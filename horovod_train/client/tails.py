@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
+from zlib import crc32
 
 from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import Launcher, Submitted
@@ -40,6 +41,38 @@ class Tail(Protocol):
         ...
 
 
+@dataclass
+class _Place:
+    """Place after a line of a file: inode, offset, and size, checksum and time of the line."""
+
+    inode: int = 0
+    offset: int = 0
+    size_bytes: int = 0
+    checksum: int = 0
+    time_unix_s: float = float("-inf")
+
+    @classmethod
+    def of(cls, position: str) -> _Place:
+        """Parse a position; an invalid one is the start of the file."""
+        numbers = position.split("-", 4)
+        try:
+            inode, offset, size_bytes, checksum = (int(number) for number in numbers[:4])
+            time_unix_s = float(numbers[4])
+        except (ValueError, IndexError):
+            return cls()
+        return cls(inode, max(0, offset), max(0, size_bytes), checksum, time_unix_s)
+
+    def __str__(self) -> str:
+        return f"{self.inode}-{self.offset}-{self.size_bytes}-{self.checksum}-{self.time_unix_s!r}"
+
+    def is_in(self, file: BinaryIO) -> bool:
+        """Return whether a file has the line at its place; inodes of deleted files are used again."""
+        if os.fstat(file.fileno()).st_ino != self.inode or self.size_bytes > self.offset:
+            return False
+        file.seek(self.offset - self.size_bytes)
+        return crc32(file.read(self.size_bytes)) == self.checksum
+
+
 class FileTail:
     """Reader of a file to which lines are appended, and which may be missing or replaced.
 
@@ -47,8 +80,8 @@ class FileTail:
         path: The file.
         position: Position after the last line that was read; empty or invalid: start of the file.
         has_times: Lines are JSON objects with ``time_unix_s``. After the file was replaced by one with fewer
-            lines (``events/file.py``), reading continues with the first event
-            later than the last one that was read.
+            lines (``events/file.py``), reading continues after the last line that was read, or, if this line
+            was removed, with the first later time.
     """
 
     pause_s = 1.0
@@ -56,50 +89,59 @@ class FileTail:
     def __init__(self, path: Path, position: str = "", *, has_times: bool = False) -> None:
         self._path = path
         self._has_times = has_times
-        self._inode = self._offset = 0
-        self._time_unix_s = self._skip_until_unix_s = float("-inf")
-        numbers = position.split("-", 2)
-        try:
-            self._inode, self._offset = int(numbers[0]), max(0, int(numbers[1]))
-            self._time_unix_s = float(numbers[2]) if has_times else self._time_unix_s
-        except (ValueError, IndexError):
-            self._inode = self._offset = 0
+        self._last = _Place.of(position)
 
     def read(self, *, is_complete: bool = False) -> list[tuple[str, str]]:
         """Return new lines, at most about ``CHUNK_BYTES`` at once."""
         try:
             with open_regular(self._path) as file:
                 found = os.fstat(file.fileno())
-                if found.st_ino != self._inode or found.st_size < self._offset:
-                    self._inode, self._offset = found.st_ino, 0
-                    self._skip_until_unix_s = self._time_unix_s
-                file.seek(self._offset)
+                if not self._last.is_in(file):
+                    self._last.inode, self._last.offset = found.st_ino, self._offset_in(file)
+                    self._last.size_bytes = self._last.checksum = 0
+                file.seek(self._last.offset)
                 data = file.read(CHUNK_BYTES)
                 while data and b"\n" not in data and len(data) < min(MAX_LINE_BYTES, found.st_size):
                     more = file.read(CHUNK_BYTES)
                     if not more:
                         break
                     data += more
-        except OSError:  # not written yet
+        except FileNotFoundError:  # not written yet
             return []
-        return self._lines(data, is_complete=is_complete and self._offset + len(data) >= found.st_size)
+        is_end = self._last.offset + len(data) >= found.st_size
+        return self._lines(data, is_complete=is_complete and is_end)
+
+    def _offset_in(self, file: BinaryIO) -> int:
+        """Return the offset in a file that has replaced the one that was read."""
+        if not self._has_times or self._last.time_unix_s == float("-inf"):
+            return 0
+        file.seek(0)
+        offset = after = 0
+        for line in file:
+            offset += len(line)
+            if len(line) == self._last.size_bytes and crc32(line) == self._last.checksum:
+                return offset
+            time_unix_s = _time_of(line.decode(errors="replace"))
+            if time_unix_s is not None and time_unix_s <= self._last.time_unix_s:
+                after = offset
+        return after
 
     def _lines(self, data: bytes, *, is_complete: bool) -> list[tuple[str, str]]:
         lines = []
         *whole, rest = data.split(b"\n")
-        sizes_bytes = [len(line) + 1 for line in whole]
+        parts = [line + b"\n" for line in whole]
         if rest and (is_complete or len(data) >= MAX_LINE_BYTES):
-            whole.append(rest)
-            sizes_bytes.append(len(rest))
-        for line, size_bytes in zip(whole, sizes_bytes, strict=True):
-            self._offset += size_bytes
-            text = line.decode(errors="replace").rstrip("\r")
+            parts.append(rest)
+        for part in parts:
+            text = part.decode(errors="replace").removesuffix("\n").rstrip("\r")
+            place = self._last
+            place.offset, place.size_bytes, place.checksum = place.offset + len(part), len(part), crc32(part)
             if self._has_times:
                 time_unix_s = _time_of(text)
-                if time_unix_s is None or time_unix_s <= self._skip_until_unix_s:
+                if time_unix_s is None:
                     continue
-                self._time_unix_s, self._skip_until_unix_s = time_unix_s, float("-inf")
-            lines.append((f"{self._inode}-{self._offset}-{self._time_unix_s!r}", text))
+                place.time_unix_s = time_unix_s
+            lines.append((str(place), text))
         return lines
 
 
@@ -134,7 +176,10 @@ class OutputTail:
         """Return new lines."""
         del is_complete  # the launcher returns unfinished lines
         lines = []
-        for line in islice(self._launcher.logs(self._job, follow=False), self._num_read, None):
+        found = list(self._launcher.logs(self._job, follow=False))
+        if len(found) < self._num_read:  # the log was rotated
+            self._num_read = 0
+        for line in found[self._num_read :]:
             self._num_read += 1
             parsed = parse_line(line)
             if not self._as_events:

@@ -19,8 +19,9 @@ from types import MappingProxyType
 import yaml
 from pydantic import ValidationError
 
+from horovod_train.config.path_rules import no_such_file
 from horovod_train.config.problems import explain, field_path, shorten
-from horovod_train.config.rules import broken_rules, no_such_file
+from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError, Problem
 
@@ -123,8 +124,10 @@ def job_from(
         _assign_text(tree, dotted, text, variable, problems)
     for dotted, value in settings.items():
         _assign(tree, dotted, value, origin, problems)
-    if with_nul := list(_with_nul(tree)):
-        raise ConfigError(source, [*problems, *with_nul])  # before file names are used
+    if _exceeds_limits(tree):
+        raise ConfigError(source, [Problem("(the job)", "", "is nested too deeply, or has too many values")])
+    if unusable := list(_unusable_texts(tree)):
+        raise ConfigError(source, [*problems, *unusable])  # before file names are used
     _anchor_paths(tree, folder, problems)
     job = _validate(tree, problems)
     if problems or job is None:
@@ -279,18 +282,27 @@ def _assign(tree: Tree, dotted: str, value: object, origin: str, problems: list[
     node[last] = value
 
 
-def _with_nul(value: object, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each text with a NUL character; files, variables and arguments do not allow it."""
+def _unusable_texts(value: object, path: str = "") -> Iterator[Problem]:
+    """Yield a problem for each text that files, variables and arguments do not allow."""
     if isinstance(value, dict):
         for key, child in value.items():
-            if "\0" in str(key):
-                yield Problem(path or "(the file)", shorten(key), "must not contain a NUL character")
-            yield from _with_nul(child, f"{path}.{key}" if path else str(key))
+            if fault := _fault_of(str(key)):
+                yield Problem(path or "(the file)", ascii(shorten(key)), fault)
+            yield from _unusable_texts(child, f"{path}.{ascii(key)[1:-1]}" if path else ascii(key)[1:-1])
     elif isinstance(value, list):
         for place, child in enumerate(value):
-            yield from _with_nul(child, f"{path}.{place}")
-    elif isinstance(value, str) and "\0" in value:
-        yield Problem(path, shorten(value), "must not contain a NUL character")
+            yield from _unusable_texts(child, f"{path}.{place}")
+    elif isinstance(value, str) and (fault := _fault_of(value)):
+        yield Problem(path, ascii(shorten(value)), fault)
+
+
+def _fault_of(text: str) -> str:
+    """Return why a text cannot be used; empty: it can."""
+    if "\0" in text:
+        return "must not contain a NUL character"
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return "must be valid Unicode, without lone surrogates"
+    return ""
 
 
 def _anchor_paths(tree: Tree, folder: Path, problems: list[Problem]) -> None:
@@ -302,8 +314,12 @@ def _anchor_paths(tree: Tree, folder: Path, problems: list[Problem]) -> None:
     if isinstance(task, str):
         file, colon, attribute = task.rpartition(":")
         if colon and file.endswith(".py"):
-            place = Path(file).expanduser()
-            if not place.is_absolute() and not (folder / place).is_file():
+            try:
+                place = Path(file).expanduser()
+                is_missing = not place.is_absolute() and not (folder / place).is_file()
+            except (OSError, RuntimeError):  # a name that is too long, or `~nobody`: see the rules
+                return
+            if is_missing:
                 problems.append(no_such_file(task, str(folder / place)))
             # Symbolic links are not resolved: the target folders of a mounted ConfigMap differ between hosts.
             tree["task"] = f"{os.path.abspath(folder / place)}:{attribute}"  # noqa: PTH100

@@ -8,13 +8,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from pydantic import ValidationError
 
 from horovod_train.config.codecs import arguments_of
 from horovod_train.config.fields import name_of, slots_of
-from horovod_train.config.kubernetes_rules import LAUNCHER, kubernetes_rules
+from horovod_train.config.kubernetes_rules import kubernetes_rules
+from horovod_train.config.path_rules import folders_are_valid, task_file_exists
 from horovod_train.config.problems import explain, shorten
 from horovod_train.config.schema import Codec, Job, Strategy
 from horovod_train.config.strategies import STRATEGY_SUPPORT
@@ -69,19 +69,6 @@ def _known(path: str, name: str, registry: Registry) -> Iterator[Problem]:
     except UnknownNameError as error:
         known = f"known: {', '.join(sorted(registry.rows))}"
         yield Problem(path, repr(name), f"is not a known {registry.kind}; {known}", error.hint)
-
-
-def task_file_exists(job: Job) -> Iterator[Problem]:
-    """Require that the file of a task exists; on Kubernetes, it may exist only in the image."""
-    file, _, _ = job.task.rpartition(":")
-    is_elsewhere = job.launch.launcher == LAUNCHER
-    if file.endswith(".py") and not is_elsewhere and not Path(file).expanduser().is_file():
-        yield no_such_file(job.task, file)
-
-
-def no_such_file(task: str, file: str) -> Problem:
-    """Return the problem of a task whose file does not exist."""
-    return Problem("task", repr(task), f"no such file: {file}", "paths start at the job file's folder")
 
 
 def learning_rate_is_set_once(job: Job) -> Iterator[Problem]:
@@ -418,6 +405,7 @@ def script_is_supported(job: Job) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     names_are_known,
+    folders_are_valid,
     task_file_exists,
     learning_rate_is_set_once,
     decay_has_its_fields,

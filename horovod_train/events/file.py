@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -140,11 +140,16 @@ def read_events(path: Path) -> Iterator[Record]:
         OSError: The file cannot be read.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                yield as_record(line)
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # an incomplete line, or of another version
+        yield from parsed_records(file)
+
+
+def parsed_records(lines: Iterable[str]) -> Iterator[Record]:
+    """Yield the events in lines of the file; skip incomplete lines, and those of another version."""
+    for line in lines:
+        try:
+            yield as_record(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
 
 
 def as_record(line: str) -> Record:

@@ -16,7 +16,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -100,11 +100,24 @@ def known_jobs() -> Iterator[Submitted]:
     found = []
     for path in jobs_dir().glob("*.json"):
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            found.append(Submitted(**{**fields, "log_dir": Path(fields["log_dir"])}))
+            found.append(_record(path))
         except (OSError, ValueError, TypeError, KeyError):
             continue  # written by another version, or manually
     yield from sorted(found, key=lambda job: job.submitted_unix_s, reverse=True)
+
+
+def _record(path: Path) -> Submitted:
+    """Read the record of a job.
+
+    Raises:
+        ValueError: The file is not a record; also TypeError and KeyError.
+        OSError: It cannot be read.
+    """
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    job = Submitted(**{**fields, "log_dir": Path(fields["log_dir"])})
+    if not all(isinstance(each, str) for each in (job.job_id, job.launcher, job.native_id)):
+        raise ValueError(f"{path} is not the record of a job")
+    return replace(job, submitted_unix_s=float(job.submitted_unix_s))
 
 
 def find_job(job_id: str) -> Submitted:
@@ -115,6 +128,9 @@ def find_job(job_id: str) -> Submitted:
     Raises:
         UserError: No job, or more than one, matches.
     """
+    if _RUN_ID.search(job_id) and "/" not in job_id:  # a whole ID: no other record needs to be read
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            return _record(jobs_dir() / f"{job_id}.json")
     jobs = list(known_jobs())
     exact = [job for job in jobs if job.job_id == job_id]
     of_name = [job for job in jobs if _RUN_ID.fullmatch(job.job_id.removeprefix(f"{job_id}-"))]
@@ -235,11 +251,11 @@ class StateFile:
         """Create the file, and return True; return False if it exists.
 
         Of several launchers that are started for one run, this selects one.
+
+        Raises:
+            OSError: The file cannot be written.
         """
-        try:
-            return create_atomic(self._path, _as_text(state, exit_code, message))
-        except OSError:  # disk full, or no hard links; the next write reports it
-            return not self._path.exists()
+        return create_atomic(self._path, _as_text(state, exit_code, message))
 
     def end(self, error: BaseException) -> None:
         """Write the final state for an error. A preempted run that was cancelled ends as ``cancelled``."""
@@ -304,7 +320,8 @@ class StateFile:
 
     def read_recorded(self) -> JobStatus:
         """Return the status in the file, without checking the launcher process."""
-        document = self._document()
+        # If the file was created between the two readings, it is not damaged.
+        document = self._document() or (self._document() if self._path.exists() else None)
         if document is not None:
             cause, lost = document.get("cause", ""), document.get("lost_ranks", [])
             return JobStatus(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
-from horovod_train.errors import KeyUsedError, LaunchError
+from horovod_train.errors import KeyUsedError, LaunchError, UnansweredError
 from horovod_train.events.text import tagged
 from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
@@ -23,6 +24,7 @@ from horovod_train.launch.jobs import (
     find_job,
     known_jobs,
     locked_key,
+    recorded_end,
     save_record,
     submitted_job,
 )
@@ -146,7 +148,7 @@ def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], N
     """Start a job, and return its record without waiting for its end.
 
     Raises:
-        LaunchError: The launcher rejects the job.
+        LaunchError: The launcher rejects the job. ``UnansweredError``: the job may have been started.
     """
     launcher = launcher_named(request.job.launch.launcher)
     early_id: str = launcher.early_id(request) if hasattr(launcher, "early_id") else ""
@@ -154,9 +156,18 @@ def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], N
         save_record(request, early_id)  # so that the job is known even if this process is killed now
     try:
         native_id = launcher.submit(request, plan)
+    except UnansweredError as error:
+        raise UnansweredError(
+            f"{error.message}; {request.job_id} may have been started",
+            hint=f"`horovod-train status {request.job_id}` tells; a repeated submission with the same key "
+            "starts no second job",
+        ) from error
     except LaunchError:
         delete_record(request.job_id)
         raise
+    except OSError as error:
+        delete_record(request.job_id)
+        raise LaunchError(f"the job could not be started: {error}") from error
     return record_job(request, native_id, warn)
 
 
@@ -175,14 +186,16 @@ def submit_once(job: Job, key: str, warn: Callable[[str], None]) -> tuple[Submit
         KeyUsedError: The key was used for a job with another description.
     """
     with locked_key(key) as used:
-        fingerprint = sha256(dump_job(job).encode()).hexdigest()
+        # Without defaults, which may change with the version of this package.
+        described = json.dumps(job.model_dump(mode="json", exclude_unset=True), sort_keys=True)
+        fingerprint = sha256(described.encode()).hexdigest()
         known = next((each for each in known_jobs() if each.job_id == used.job_id), None)
         if known is not None and used.fingerprint != fingerprint:
             raise KeyUsedError(
                 f"the key {key!r} was used for {known.job_id}, whose description differs",
                 hint="use another key for another job",
             )
-        if known is not None and known.is_started:
+        if known is not None and (known.is_started or recorded_end(known.job_id) is not None):
             return known, False
         completes_start = used.job_id and used.fingerprint == fingerprint
         request = resolve(job, used.job_id.removeprefix(f"{job.name}-") if completes_start else None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-from horovod_train.events.file import EVENTS_FILE, Record, as_record
+from horovod_train.events.file import EVENTS_FILE, Record, parsed_records
 from horovod_train.events.types import (
     Attempt,
     CheckpointWritten,
@@ -279,13 +279,7 @@ class HistoryReader:
 
 def parsed(lines: Iterable[str], *, with_ranks: bool = True) -> Iterator[Record]:
     """Yield the records in lines of the file. Lines that this version cannot parse are skipped."""
-    for line in lines:
-        if not with_ranks and f'"{RankTimes.kind}"' in line:
-            continue
-        try:
-            yield as_record(line)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
+    return parsed_records(line for line in lines if with_ranks or f'"{RankTimes.kind}"' not in line)
 
 
 def as_json(record: Record) -> dict[str, object]:

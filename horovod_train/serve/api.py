@@ -14,14 +14,14 @@ from contextlib import suppress
 from pathlib import Path as FilePath
 from time import monotonic
 from typing import Annotated, Literal
+from urllib.parse import unquote
 
-from anyio import to_thread
 from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from horovod_train.client.local import LocalJob, start
-from horovod_train.errors import HorovodTrainError, UserError, result_of
+from horovod_train.errors import HorovodTrainError, LaunchError, UnansweredError, UserError, result_of
 from horovod_train.launch.base import JobStatus, State
 from horovod_train.launch.jobs import find_job, known_jobs
 from horovod_train.serve.documents import (
@@ -38,7 +38,7 @@ from horovod_train.serve.documents import (
 )
 from horovod_train.serve.statuses import Statuses
 from horovod_train.serve.streams import stream
-from horovod_train.serve.tokens import ROLES, Role
+from horovod_train.serve.threads import Threads
 from horovod_train.serve.uploads import job_with_files
 from horovod_train.serve.web import API
 
@@ -51,6 +51,9 @@ END_TIMEOUT_S = 5.0
 """Maximum time until the response to drain and cancel; the launcher continues in the background."""
 
 MAX_PAGE = 500
+LIST_S = 10.0
+"""Maximum time for the statuses of a page; it ends earlier if a launcher responds slowly."""
+MAX_PROBLEMS = 100
 ERRORS = {
     400: "The Host header is not accepted, or the request is malformed.",
     401: "The token is missing or wrong.",
@@ -62,12 +65,16 @@ ERRORS = {
     413: "The body is too large.",
     422: "The request or the job description is invalid; `problems` lists all problems.",
     429: "Too many requests, or too many open streams.",
+    503: "The system of the launcher did not answer in time; the request may have been carried out.",
 }
 Given = Annotated[JobId, Path(description="ID of the job, a unique prefix of it, or its name.")]
 LastEventId = Annotated[
     str, Header(description="ID of the last event that was received; the stream continues after it.")
 ]
-Folder = Annotated[str | None, Query(description="End the job only if this is its run folder.")]
+Folder = Annotated[
+    str | None,
+    Query(max_length=4096, pattern=r"^[^\x00]*$", description="End the job only if this is its run folder."),
+]
 Follow = Annotated[bool, Query(description="Continue until the job ends.")]
 
 
@@ -84,6 +91,7 @@ class JobsApi:
 
     def __init__(self) -> None:
         self._statuses = Statuses()
+        self._threads = Threads()
         self._num_streams = 0
 
     def add_to(self, app: FastAPI) -> None:
@@ -113,26 +121,24 @@ class JobsApi:
 
     async def submit(
         self,
-        request: Request,
         response: Response,
         submission: Submission,
         idempotency_key: Annotated[
             str | None,
             Header(
-                max_length=255,
-                description="Any text. If a job was started with it before, that job is returned.",
+                max_length=1000,
+                description="Any text, percent-encoded. If a job was started with it, that job is returned.",
             ),
         ] = None,
     ) -> JobDocument:
         """Start a job. It requires a token with the role `submit`."""
-        require(request, "submit")
 
         def begin() -> tuple[LocalJob, bool]:
             described = job_with_files(submission.job, submission.overrides, submission.files)
-            record, is_new = start(described, idempotency_key)
+            record, is_new = start(described, unquote(idempotency_key or ""))
             return LocalJob(record), is_new
 
-        job, is_new = await to_thread.run_sync(begin)
+        job, is_new = await self._threads.submit(begin)
         if not is_new:
             response.status_code = 200
         response.headers["Location"] = f"{API}/jobs/{job.id}"
@@ -148,11 +154,13 @@ class JobsApi:
     ) -> JobPage:
         """List the jobs that were started from the server's account, newest first."""
         page: list[JobDocument] = []
+        last, deadline_s = None, monotonic() + LIST_S
         for job in _jobs_after(after):
             if (launcher and job.launcher != launcher) or (name and job.folder.parent.name != name):
                 continue
-            if len(page) == limit:
-                return JobPage(jobs=page, next=page[-1].id)
+            if len(page) == limit or (last is not None and monotonic() > deadline_s):
+                return JobPage(jobs=page, next=last)
+            last = job.id
             status, error = result_of(lambda job=job: self._statuses.get(job))  # type: ignore[misc]
             shown = status or JobStatus("unknown", message=str(error))
             if not state or shown.state in state:
@@ -161,7 +169,7 @@ class JobsApi:
 
     async def get(self, job_id: Given) -> JobDocument:
         """Return a job and its status."""
-        return await self._document(await _find(job_id))
+        return await self._document(await self._find(job_id))
 
     async def wait(
         self,
@@ -172,20 +180,25 @@ class JobsApi:
     ) -> JobDocument:
         """Return a job when it has ended, or after a time; `has_ended` tells which."""
         deadline_s = monotonic() + timeout_s
-        job = await _find(job_id)
+        job = await self._find(job_id)
         while True:
-            document = await self._document(job)
-            if document.has_ended or monotonic() >= deadline_s:
-                return document
+            try:
+                document = await self._document(job)
+            except LaunchError:  # the launcher does not respond at present
+                if monotonic() >= deadline_s:
+                    raise
+            else:
+                if document.has_ended or monotonic() >= deadline_s:
+                    return document
             await asyncio.sleep(min(POLL_S, max(0.0, deadline_s - monotonic())))
 
     async def result(self, job_id: Given) -> ResultDocument:
         """Return the result of a job that has succeeded."""
-        job = await _find(job_id)
-        status = await to_thread.run_sync(lambda: self._statuses.get(job))
+        job = await self._find(job_id)
+        status = await self._threads.query(lambda: self._statuses.get(job))
         if status.state != "succeeded":
             raise StatusError(409, f"{job.id} has no result: {status}")
-        found = await to_thread.run_sync(job.result)
+        found = await self._threads.read_run(job.result)
         return ResultDocument(
             metrics={name: _number(value) for name, value in found.metrics.items()},
             checkpoint=str(found.checkpoint) if found.checkpoint else None,
@@ -198,8 +211,8 @@ class JobsApi:
         name: Annotated[list[str], Query(description="Only these metrics; none: all.")] = [],  # noqa: B006
     ) -> MetricsDocument:
         """Return the values of steps and evaluations: `loss`, `lr`, `samples_per_s`, `eval/<metric>` ..."""
-        job = await _find(job_id)
-        series = await to_thread.run_sync(job.metrics)
+        job = await self._find(job_id)
+        series = await self._threads.read_run(job.metrics)
         return MetricsDocument(
             series={
                 each: Points(step=[step for step, _ in points], value=[_number(value) for _, value in points])
@@ -215,7 +228,7 @@ class JobsApi:
         last_event_id: LastEventId = "",
     ) -> StreamingResponse:
         """Stream the events of a job (docs/events.md) as JSON, then `end` with the current status."""
-        return self._stream(await _find(job_id), "events", last_event_id, follow=follow)
+        return self._stream(await self._find(job_id), "events", last_event_id, follow=follow)
 
     async def logs(
         self,
@@ -224,20 +237,18 @@ class JobsApi:
         last_event_id: LastEventId = "",
     ) -> StreamingResponse:
         """Stream the lines of a job's output, with the rank of each, then `end` with the current status."""
-        return self._stream(await _find(job_id), "logs", last_event_id, follow=follow)
+        return self._stream(await self._find(job_id), "logs", last_event_id, follow=follow)
 
-    async def drain(self, request: Request, job_id: Given, folder: Folder = None) -> JobDocument:
+    async def drain(self, job_id: Given, folder: Folder = None) -> JobDocument:
         """Request the ranks to save a checkpoint and exit with code 75, without a time limit.
 
         The whole ID of the job is required.
         """
-        require(request, "end")
-        job = await _find(job_id, is_whole=True, folder=folder)
+        job = await self._find(job_id, is_whole=True, folder=folder)
         return await self._end_job(job, job.drain)
 
     async def cancel(
         self,
-        request: Request,
         job_id: Given,
         cancellation: Cancellation = Cancellation(),  # noqa: B008
         folder: Folder = None,
@@ -246,21 +257,43 @@ class JobsApi:
 
         The whole ID of the job is required.
         """
-        require(request, "end")
-        job = await _find(job_id, is_whole=True, folder=folder)
+        job = await self._find(job_id, is_whole=True, folder=folder)
         return await self._end_job(job, lambda: job.cancel(now=cancellation.now))
 
     async def _end_job(self, job: LocalJob, end: Callable[[], None]) -> JobDocument:
         """Call a function that ends a job, for ``END_TIMEOUT_S`` at most; it continues in the background."""
-        work = asyncio.ensure_future(to_thread.run_sync(end))
+        work = asyncio.ensure_future(self._threads.query(end))
         work.add_done_callback(_log_error)
         with suppress(TimeoutError):  # such as pods that are being deleted
             await asyncio.wait_for(asyncio.shield(work), END_TIMEOUT_S)
         self._statuses.forget(job)
         return await self._document(job)
 
+    async def _find(self, job_id: str, *, is_whole: bool = False, folder: str | None = None) -> LocalJob:
+        """Return a job; raise ``StatusError`` if there is none, or more than one.
+
+        Args:
+            job_id: ID of the job; a prefix of it, or the name, unless ``is_whole``.
+            is_whole: Only the whole ID is accepted.
+            folder: Run folder that the job must have; None: any.
+        """
+
+        def find_it() -> LocalJob:
+            try:
+                found = find_job(job_id)
+            except UserError as error:
+                raise StatusError(404, error.message, error.hint) from error
+            if is_whole and found.job_id != job_id:
+                hint = f"to end {found.job_id}, use its whole ID"
+                raise StatusError(404, f"no job has the ID {job_id!r}", hint)
+            if folder is not None and found.log_dir.resolve() != FilePath(folder).resolve():
+                raise StatusError(409, f"the run folder of {job_id} is {found.log_dir}, not {folder}")
+            return LocalJob(found)
+
+        return await self._threads.read(find_it)
+
     async def _document(self, job: LocalJob) -> JobDocument:
-        return JobDocument.of(job, await to_thread.run_sync(lambda: self._statuses.get(job)))
+        return JobDocument.of(job, await self._threads.query(lambda: self._statuses.get(job)))
 
     def _stream(
         self, job: LocalJob, what: Literal["events", "logs"], position: str, *, follow: bool
@@ -271,47 +304,12 @@ class JobsApi:
         async def counted() -> AsyncIterator[bytes]:
             self._num_streams += 1
             try:
-                async for each in stream(job, what, position, self._statuses, follow=follow):
+                async for each in stream(job, what, position, self._statuses, self._threads, follow=follow):
                     yield each
             finally:
                 self._num_streams -= 1
 
         return StreamingResponse(counted(), media_type="text/event-stream")
-
-
-def require(request: Request, role: Role) -> None:
-    """Raise ``StatusError`` unless the token of a request has a role, or a higher one."""
-    if ROLES.index(request.state.role) < ROLES.index(role):
-        option = "--allow-ending" if role == "end" else "--allow-submit"
-        raise StatusError(
-            403,
-            f"this requires the role {role!r}; the token has {request.state.role!r} on this server",
-            f"use a token with this role, and start the server with {option}",
-        )
-
-
-async def _find(job_id: str, *, is_whole: bool = False, folder: str | None = None) -> LocalJob:
-    """Return a job; raise ``StatusError`` if there is none, or more than one.
-
-    Args:
-        job_id: ID of the job; a prefix of it, or the name, unless ``is_whole``.
-        is_whole: Only the whole ID is accepted.
-        folder: Run folder that the job must have; None: any.
-    """
-
-    def find_it() -> LocalJob:
-        try:
-            found = find_job(job_id)
-        except UserError as error:
-            raise StatusError(404, error.message, error.hint) from error
-        if is_whole and found.job_id != job_id:
-            hint = f"to end {found.job_id}, use its whole ID"
-            raise StatusError(404, f"no job has the ID {job_id!r}", hint)
-        if folder is not None and found.log_dir.resolve() != FilePath(folder).resolve():
-            raise StatusError(409, f"the run folder of {job_id} is {found.log_dir}, not {folder}")
-        return LocalJob(found)
-
-    return await to_thread.run_sync(find_it)
 
 
 def _jobs_after(job_id: str | None) -> Iterator[LocalJob]:
@@ -337,7 +335,9 @@ def _error_response(_: Request, error: Exception) -> Response:
     """Return the response for an error of this package."""
     if not isinstance(error, HorovodTrainError):
         raise error
-    status = error.status if isinstance(error, StatusError) else 422 if isinstance(error, UserError) else 409
+    status = 422 if isinstance(error, UserError) else 503 if isinstance(error, UnansweredError) else 409
+    if isinstance(error, StatusError):
+        status = error.status
     return JSONResponse(ErrorDocument.of(error).model_dump(), status)
 
 
@@ -347,7 +347,7 @@ def _validation_response(_: Request, error: Exception) -> Response:
         raise error
     problems = [
         ProblemDocument(path=".".join(map(str, each["loc"])), found="", message=each["msg"], hint="")
-        for each in error.errors()
+        for each in error.errors()[:MAX_PROBLEMS]
     ]
     document = ErrorDocument(kind="request", message="the request is not valid", hint="", problems=problems)
     return JSONResponse(document.model_dump(), 422)

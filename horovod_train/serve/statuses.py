@@ -8,6 +8,7 @@ from threading import Lock
 from time import monotonic
 
 from horovod_train.client.local import LocalJob
+from horovod_train.errors import LaunchError
 from horovod_train.launch.base import JobStatus
 
 LOCAL_AGE_S = 0.5
@@ -19,7 +20,16 @@ MAX_JOBS = 10_000
 class _Entry:
     lock: Lock = field(default_factory=Lock)
     status: JobStatus | None = None
+    error: LaunchError | None = None
+    """Error of the last query; it is raised again until the next query."""
+    is_known: bool = False
     time_s: float = 0.0
+
+    def result(self) -> JobStatus:
+        """Return the result of the last query, or raise its error."""
+        if self.error is not None or self.status is None:
+            raise self.error or LaunchError("the status is not known")
+        return self.status
 
 
 class Statuses:
@@ -41,15 +51,19 @@ class Statuses:
             if len(self._entries) > MAX_JOBS:
                 self._entries.popitem(last=False)
         age_s = LOCAL_AGE_S if job.has_local_files and job.launcher != "slurm" else AGE_S
-        known = entry.status
         # Threads must not wait for a launcher that does not respond: there are few of them.
-        if not entry.lock.acquire(blocking=known is None) and known is not None:
-            return known
+        if entry.is_known and not entry.lock.acquire(blocking=False):
+            return entry.result()
+        if not entry.is_known:
+            entry.lock.acquire()
         try:
-            if entry.status is None or monotonic() - entry.time_s > age_s:
-                entry.status = job.status()
-                entry.time_s = monotonic()
-            return entry.status
+            if not entry.is_known or monotonic() - entry.time_s > age_s:
+                try:
+                    entry.status, entry.error = job.status(), None
+                except LaunchError as error:
+                    entry.error = error
+                entry.is_known, entry.time_s = True, monotonic()
+            return entry.result()
         finally:
             entry.lock.release()
 

@@ -26,8 +26,17 @@ Role = Literal["read", "end", "submit"]
 """Each role includes the earlier ones: read jobs; drain and cancel them; submit them."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
+SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "TRACE"}
+SUBMIT_PATH = "/api/v1/jobs"
 MIN_CHARS = 16
 TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (name of a variable)
+
+
+def role_needed(method: str, path: str) -> Role:
+    """Return the role that a request needs."""
+    if method in SAFE_METHODS:
+        return "read"
+    return "submit" if path == SUBMIT_PATH else "end"
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,18 @@ def job_with_files(
         if not folder.exists():
             make_folder(folder.parent, checked.run_dir_access)
             _place(files, folder)
+        if any(_text_in(folder / name) != text for name, text in files.items()):
+            raise UserError(
+                f"files: {folder} contains other files than were uploaded", hint="delete this folder"
+            )
     return described(job, overrides, folder)
+
+
+def _text_in(path: Path) -> str | None:
+    try:
+        return path.read_bytes().decode()
+    except (OSError, ValueError):
+        return None
 
 
 def _check(files: Mapping[str, str]) -> None:
@@ -75,7 +86,7 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
         path = folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8", errors="strict")
+            path.write_bytes(text.encode())  # without a translation of line ends
         except (OSError, ValueError) as error:  # `a` and `a/b`, or a lone surrogate
             raise UserError(f"files: {name} cannot be written: {error}") from error
 

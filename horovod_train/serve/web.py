@@ -34,10 +34,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from horovod_train import __version__
 from horovod_train.errors import UserError
-from horovod_train.serve.tokens import Tokens
+from horovod_train.serve.tokens import ROLES, SAFE_METHODS, SUBMIT_PATH, Tokens, role_needed
 
 API = "/api/v1"
 MAX_BODY_BYTES = 16 * 1024 * 1024
+MAX_SMALL_BODY_BYTES = 64 * 1024
+"""Maximum size of the body of a request that does not submit a job."""
 MAX_HEADER_BYTES = 16 * 1024
 IDLE_S = 30.0
 """Time after which a connection is closed: without a complete request, or without reading the response."""
@@ -56,7 +58,6 @@ SECURITY_HEADERS = {
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
 }
-SAFE_METHODS = {"GET", "HEAD"}
 Result = TypeVar("Result")
 
 
@@ -126,7 +127,8 @@ class Guard:
 
         try:
             self._check(Request(scope))
-            body = await _body(Headers(scope=scope), receive)
+            limit_bytes = MAX_BODY_BYTES if scope["path"] == SUBMIT_PATH else MAX_SMALL_BODY_BYTES
+            body = await _body(Headers(scope=scope), receive, limit_bytes)
         except Refusal as refusal:
             response = refused(scope, refusal.status, refusal.message)
             response.headers.update(refusal.headers)
@@ -171,18 +173,26 @@ class Guard:
         wait_s = self._rate_limits.setdefault(known.number, RateLimit()).take()
         if wait_s:
             raise Refusal(429, "too many requests", {"Retry-After": str(max(1, round(wait_s)))})
+        needed = role_needed(request.method, request.url.path)
+        if ROLES.index(known.role) < ROLES.index(needed):
+            option = "--allow-ending" if needed == "end" else "--allow-submit"
+            raise Refusal(
+                403,
+                f"this requires the role {needed!r}; the token has {known.role!r} on this server: use "
+                f"another token, and start the server with {option}",
+            )
         request.state.role = known.role
 
 
-async def _body(headers: Headers, receive: Receive) -> bytes:
+async def _body(headers: Headers, receive: Receive, limit_bytes: int) -> bytes:
     """Return the body of a request.
 
     Raises:
         Refusal: It is too large, or is not complete after ``IDLE_S``.
     """
-    too_large = Refusal(413, f"the body is larger than {MAX_BODY_BYTES} bytes", {"Connection": "close"})
+    too_large = Refusal(413, f"the body is larger than {limit_bytes} bytes", {"Connection": "close"})
     length = headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+    if length.isdecimal() and int(length) > limit_bytes:
         raise too_large
     body = bytearray()
     try:
@@ -190,7 +200,7 @@ async def _body(headers: Headers, receive: Receive) -> bytes:
             while True:
                 message = await receive()
                 body += message.get("body", b"")
-                if len(body) > MAX_BODY_BYTES:
+                if len(body) > limit_bytes:
                     raise too_large
                 if not message.get("more_body", False):
                     return bytes(body)
@@ -233,6 +243,10 @@ def application(host: str, tokens: Tokens | None, *, has_api: bool = False) -> F
         redirect_slashes=False,
         lifespan=_lifespan,
     )
+
+    @made.exception_handler(OSError)
+    async def explain_files(request: Request, error: OSError) -> Response:
+        return refused(request.scope, 409, f"a file cannot be used: {error}")
 
     @made.exception_handler(HTTPException)
     async def explain(request: Request, error: HTTPException) -> Response:

@@ -13,6 +13,8 @@ from threading import Lock
 from typing import BinaryIO, Literal
 
 Access = Literal["private", "group", "everyone"]
+# Errors of file systems without hard links.
+NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 MODES: dict[Access, int] = {"private": 0o700, "group": 0o750, "everyone": 0o755}
 
 
@@ -58,9 +60,17 @@ def create_atomic(path: Path, text: str, mode: int = 0o600) -> bool:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         Path(temporary).chmod(mode)
-        path.hardlink_to(temporary)
-    except FileExistsError:
-        return False
+        try:
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_HARD_LINKS:
+                raise
+            with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+                file.write(text)
+                return True
+            return False
     finally:
         Path(temporary).unlink()
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -38,6 +39,7 @@ MAX_QUEUED_CALLS = 10_000
 CLOSE_S = 10.0
 """Maximum time for queued calls when the rank ends."""
 
+CREDENTIALS = re.compile(r"//[^/@\s]+@")  # in a URL
 MAX_RANKS_SUMMARIZED = 128
 """Maximum number of ranks in the summary; with more ranks, the slowest ones."""
 
@@ -64,6 +66,7 @@ class TrackerThread:
         self._print_notice = print_notice
         self._count_lost = count_lost
         self._num_dropped = 0
+        self._is_ending = False
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -94,14 +97,17 @@ class TrackerThread:
     def _work(self) -> None:
         _, error = result_of(self._serve)
         if error is not None:  # any error: training continues
-            self._print_notice(f"tracker {self._name} is disabled: {type(error).__name__}: {error}")
+            text = CREDENTIALS.sub("//***@", f"{type(error).__name__}: {error}")
+            self._print_notice(f"tracker {self._name} is disabled: {text}")
             self._count_lost(1)
-            self._discard_calls()
+            if not self._is_ending:
+                self._discard_calls()
 
     def _serve(self) -> None:
         try:
             while (call := self._queue.get()) is not None:
                 call()
+            self._is_ending = True
             self.tracker.end()
         except SystemExit as left:
             raise RuntimeError(f"the tracker called sys.exit({left.code!r})") from left

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 from support.fake_launcher import FakeLauncher, progress, summary, write_events
@@ -18,7 +19,15 @@ from support.waiting import wait_until
 
 import horovod_train as ht
 from horovod_train.client import local, remote, tails
-from horovod_train.errors import ConfigError, KeyUsedError, LaunchError, ServerError, UserError
+from horovod_train.errors import (
+    ConfigError,
+    KeyUsedError,
+    LaunchError,
+    ServerError,
+    UnansweredError,
+    UnknownNameError,
+    UserError,
+)
 from horovod_train.events.file import EVENTS_FILE, EventsFile
 from horovod_train.events.types import Evaluation
 from horovod_train.launch import submit as submitting
@@ -216,6 +225,12 @@ class TestSubmittingWithAKey:
             client.submit(JOB, {"train.epochs": 3}, key="nightly")
         assert len(launcher.requests) == 2
 
+    def test_takes_any_text(self, client, launcher):
+        key = "nightly \u2014 a%20b\n" + "x" * 200
+
+        assert client.submit(JOB, key=key).id == ht.submit(JOB, key=key).id
+        assert len(launcher.requests) == 1
+
     def test_in_many_threads_starts_one_job(self, client, launcher):
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda _: client.submit(JOB, key="a").id, range(16)))
@@ -239,6 +254,23 @@ class TestUploads:
         assert file.parent.parent == tmp_path / "runs" / "j"
         assert file.read_text() == TASK
         assert (file.parent / "models" / "net.py").read_text() == "# net\n"
+
+    def test_a_path_that_is_not_normal_and_a_task_of_the_overrides_are_found(
+        self, client, launcher, tmp_path
+    ):
+        (tmp_path / "train.py").write_text(TASK)
+        client.submit({**JOB, "task": "./train.py:Task"})
+        client.submit(JOB, {"task": "train.py:Task"})
+
+        assert all(request.job.task.endswith("/train.py:Task") for request in launcher.requests)
+
+    def test_a_folder_of_uploads_that_was_changed_is_not_used(self, client, launcher, tmp_path):
+        (tmp_path / "train.py").write_text(TASK)
+        client.submit({**JOB, "task": "train.py:Task"})
+        Path(launcher.requests[0].job.task.rpartition(":")[0]).write_text("# edited")
+
+        with pytest.raises(UserError, match="contains other files than were uploaded"):
+            client.submit({**JOB, "task": "train.py:Task"})
 
     def test_another_content_is_another_folder(self, client, launcher, tmp_path):
         for text in (TASK, TASK + "\n"):
@@ -559,8 +591,147 @@ class TestStreams:
             each.close()
 
 
+class TestOddJobs:
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"run_dir": "~nobody-of-it/x"}, {"run_dir": "x" * 5000}, {"run_dir": "/proc/x"},
+            {"run_dir": "/etc/passwd/x"}, {"task": "~nobody-of-it/t.py:T"},
+            {"task": "t" * 5000 + ".py:T"}, {"name": "\ud800"}, {"task_args": {"\udfff": 1}},
+            {"task_args": {"a": "\ud800"}},
+            {"checkpoint": {"dir": "~nobody-of-it"}}, {"metrics": {"targets_dir": "~nobody-of-it"}},
+        ],
+        ids=lambda changes: ascii(changes)[:40],
+    )  # fmt: skip
+    def test_are_refused_and_leave_no_record(self, port, launcher, changes):
+        status, told = ask(port, "/jobs", "POST", {"job": {**JOB, **changes}})
+
+        assert status in (409, 422), told
+        assert told["message"]
+        assert ask(port, "/jobs")[1]["jobs"] == []
+
+    def test_that_are_nested_too_deeply_are_refused(self, port):
+        deep: dict = {}
+        for _ in range(300):
+            deep = {"a": deep}
+
+        assert ask(port, "/jobs", "POST", {"job": {**JOB, "task_args": deep}})[0] == 422
+        assert ask(port, "/jobs", "POST", {"job": JOB, "overrides": {".".join("a" * 5000): 1}})[0] == 422
+
+    def test_have_at_most_a_hundred_problems_listed(self, port):
+        status, told = ask(port, "/jobs", "POST", {"job": JOB, **{f"x{n}": 1 for n in range(500)}})
+
+        assert status == 422
+        assert len(told["problems"]) == 100
+
+    @pytest.mark.parametrize(
+        "change", [{"submitted_unix_s": "x"}, {"native_id": 7}, {"log_dir": None}, {"unknown": 1}]
+    )
+    def test_a_record_that_is_damaged_hides_no_other(self, port, launcher, change, tmp_path):
+        good, bad = (ht.submit(JOB).id for _ in range(2))
+        (file,) = (tmp_path / "state").rglob(f"{bad}.json")
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+
+        assert [job["id"] for job in ask(port, "/jobs")[1]["jobs"]] == [good]
+        assert ask(port, f"/jobs/{bad}")[0] == 404
+
+    def test_of_a_launcher_that_is_not_installed_are_listed(self, port, launcher, monkeypatch):
+        job_id = ht.submit(JOB).id
+
+        def missing(name):
+            raise UnknownNameError("launcher", name, ["local"])
+
+        monkeypatch.setattr(local, "launcher_named", missing)
+        (job,) = ask(port, "/jobs")[1]["jobs"]
+
+        assert (job["id"], job["state"]) == (job_id, "unknown")
+        assert [handle.id for handle in ht.jobs()] == [job_id]
+
+    @pytest.mark.parametrize("name", ["events.jsonl", "run.log"])
+    def test_a_folder_in_the_place_of_a_file_is_said(self, port, client, launcher, name):
+        job = client.submit(JOB)
+        (job.folder / name).mkdir()
+
+        assert ask(port, "/jobs/j/metrics")[0] == (409 if name == "events.jsonl" else 200)
+        events = "events" if name == "events.jsonl" else "logs"
+        with pytest.raises(LaunchError, match="not a regular file|Is a directory"):
+            list(job.events() if events == "events" else job.logs())
+
+
+class TestALauncherThatDoesNotAnswer:
+    def test_blocks_no_other_request(self, port, launcher, monkeypatch):
+        ids = [ht.submit(JOB).id for _ in range(45)]
+        over = threading.Event()
+        monkeypatch.setattr(launcher, "status", lambda _: over.wait(20) and JobStatus("running"))
+        with ThreadPoolExecutor(45) as pool:
+            slow = [pool.submit(ask, port, f"/jobs/{job_id}") for job_id in ids]
+            time.sleep(0.5)
+            begun_s = time.monotonic()
+            assert ask(port, "/jobs/none")[0] == 404
+            assert ask(port, f"/jobs/{ids[0]}/metrics")[0] == 200
+            assert time.monotonic() - begun_s < 5
+            over.set()
+            assert {each.result()[0] for each in slow} == {200}
+
+    def test_leaves_the_record_of_a_job_that_it_may_have_started(self, client, launcher, monkeypatch):
+        begin = launcher.submit
+
+        def times_out(request, plan):
+            begin(request, plan)
+            monkeypatch.setattr(launcher, "submit", begin)
+            raise UnansweredError("sbatch did not answer within 30 s")
+
+        monkeypatch.setattr(launcher, "submit", times_out)
+        with pytest.raises(UnansweredError, match=r"may have been started"):
+            ht.submit(JOB)
+        monkeypatch.setattr(launcher, "submit", times_out)
+        job = client.submit(JOB)  # the client repeats it, with the same key
+
+        assert len(launcher.requests) == 2
+        assert len(client.jobs()) == 2
+        assert job.id in {each.id for each in ht.jobs()}
+
+    def test_for_a_moment_ends_no_wait_and_no_stream(self, client, launcher, monkeypatch):
+        job, answers = client.submit(JOB), iter([None] * 8)
+
+        def status(_):
+            if next(answers, 1) is None:
+                raise LaunchError("slurmctld is down")
+            return JobStatus("succeeded", 0)
+
+        (job.folder / "run.log").write_text("one\n")
+        monkeypatch.setattr(launcher, "status", status)
+
+        assert list(job.logs(follow=True)) == ["one"]
+        assert job.wait(20).state == "succeeded"
+
+
 class TestTails:
     """Positions stay valid when the file of events is rewritten with fewer lines."""
+
+    def test_lose_and_repeat_nothing_when_the_clock_steps_back(self, tmp_path):
+        times = iter([*range(5000, 5100), *range(1000, 9000)])
+        path = tmp_path / EVENTS_FILE
+        writer = EventsFile(path, max_bytes=20_000, clock=lambda: float(next(times)))
+        tail, seen = tails.FileTail(path, has_times=True), []
+        for step in range(1, 400):
+            writer.write(progress(step, 1.0), 0)
+            seen += [json.loads(line)["step"] for _, line in tail.read()]
+        writer.close()
+
+        assert seen == list(range(1, 400))
+
+    def test_of_an_inode_that_is_used_again_do_not_start_in_the_middle(self, tmp_path):
+        path = tmp_path / EVENTS_FILE
+        write_events(tmp_path, *(progress(step, 1.0) for step in range(1, 6)))
+        (_, position), *_ = [(line, at) for at, line in tails.FileTail(path, has_times=True).read()][2:3]
+        content = path.read_text().splitlines(keepends=True)
+        with path.open("w") as file:  # the same inode
+            file.writelines([content[0], *content[2:], *content[:0]])
+
+        rest = tails.FileTail(path, position, has_times=True).read()
+
+        assert [json.loads(line)["step"] for _, line in rest] == [4, 5]
 
     def test_continue_after_the_file_was_thinned(self, tmp_path):
         times = iter(float(number) for number in range(1, 10_000))
@@ -726,6 +897,20 @@ class TestTheClient:
         monkeypatch.delenv("HOROVOD_TRAIN_TOKEN", raising=False)
         with pytest.raises(UserError, match="no token is given"):
             ht.Client("http://x")
+
+    def test_does_not_wait_for_ever_for_a_stream_that_is_none(self, launcher):
+        async def login_page(scope, receive, send):
+            if scope["type"] == "http":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": b"<html>log in</html>"})
+
+        server = web.Server(login_page, "127.0.0.1", 0)
+        try:
+            client = ht.Client(f"http://127.0.0.1:{server.port}", SUBMIT, patience_s=0.3)
+            with pytest.raises(ServerError, match="ended without the event `end`"):
+                list(client.stream("/jobs/j/logs"))
+        finally:
+            server.close()
 
     def test_does_not_send_its_token_to_another_server(self, port, launcher):
         asked = []

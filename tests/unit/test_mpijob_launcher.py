@@ -17,8 +17,10 @@ from support.waiting import wait_until
 
 from horovod_train.config.kubernetes_rules import MAX_CONFIG_BYTES
 from horovod_train.config.schema import Job
-from horovod_train.errors import LaunchError, UserError
+from horovod_train.errors import LaunchError, UnansweredError, UserError
 from horovod_train.launch import jobs
+from horovod_train.launch.launchers.mpijob import launcher as module
+from horovod_train.launch.launchers.mpijob.cluster import UnreachableError
 from horovod_train.launch.launchers.mpijob.launcher import MpiJobLauncher
 from horovod_train.launch.submit import make_plan, resolve
 
@@ -102,6 +104,24 @@ def test_a_submission_that_was_interrupted_is_completed_and_creates_no_second_jo
         if each["kind"] != "MPIJob"
     ]
     assert owners == ["uid-of-digits-1"] * 2
+
+
+def test_a_job_that_runs_is_not_deleted_when_the_server_is_away(api, monkeypatch):
+    api.operator = accepts
+    request = request_for()
+    plan, launcher = make_plan(request), MpiJobLauncher()
+    first = launcher.submit(request, plan)
+
+    def away(*_):
+        raise UnreachableError("the API server does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_wait_for_acceptance", away)
+        with pytest.raises(UnansweredError):
+            launcher.submit(request, plan)
+
+    assert api.names("MPIJob") == ["digits"]
+    assert launcher.submit(request, plan) == first
 
 
 def test_a_second_job_of_the_same_name_does_not_touch_the_first(api):

@@ -209,13 +209,64 @@ def test_mlflow_takes_names_and_values_that_it_has_no_characters_or_room_for(tmp
     tracker.end()
     found, run = read_mlflow(uri, "j")
 
-    assert found == {"eval/top_5 ___": [(1, 0.5)]}
-    assert run.data.params["env.A_B"].startswith("xxx")
+    (name,) = found
+    assert name.startswith("eval/top_5 ____")
+    assert found[name] == [(1, 0.5)]
+    assert next(v for k, v in run.data.params.items() if k.startswith("env.A_B_")).startswith("xxx")
 
 
-def test_no_password_is_part_of_a_job():
-    with pytest.raises(UserError, match="MLFLOW_TRACKING_PASSWORD|contains a password"):
-        MlFlow("https://me:secret@mlflow.example")
+@pytest.mark.parametrize("uri", ["https://me:secret@mlflow.example", "https://token@mlflow.example"])
+def test_no_credentials_are_part_of_a_job(uri):
+    with pytest.raises(UserError, match="contains credentials"):
+        MlFlow(uri)
+
+
+def test_mlflow_takes_any_field_of_a_job_and_any_folder(tmp_path):
+    uri = f"sqlite:///{tmp_path}/x.db"
+    job = {"name": "j", "task_args": {"a:b": 1, "a@b": 2, "a//b": 3, "x" * 300: 4, "..": 5}}
+    for run_id, step in (("a", 0), ("b", 1)):
+        tracker = MlFlow(uri)
+        tracker.start(TrackedRun(job, run_id, tmp_path / "it's", 1, step, {}))
+        tracker.log(step + 1, 1.0, {"acc@1": 0.5, "acc:1": 0.25})
+        tracker.end()
+    found, run = read_mlflow(uri, "j")
+
+    assert {value for name, value in run.data.params.items() if "task_args" in name} == set("12345")
+    assert sorted(points for points in found.values()) == [[(1, 0.25), (2, 0.25)], [(1, 0.5), (2, 0.5)]]
+
+
+def test_two_jobs_that_share_a_file_or_folder_do_not_touch_each_other(tmp_path):
+    for make in (JsonLines, TensorBoard):
+        path = str(tmp_path / make.__name__)
+        for job, run_id, step in (("a", "a1", 0), ("b", "b1", 0), ("b", "b2", 1), ("a", "a2", 2)):
+            tracker = make(path)
+            tracker.start(TrackedRun({"name": job}, run_id, tmp_path / job, 1, step, {}))
+            for at in range(step + 1, step + 4):
+                tracker.log(at, 1.0, {"loss": float(at)})
+            tracker.end()
+    rows = [json.loads(line) for line in (tmp_path / "JsonLines").read_text().splitlines()]
+
+    steps = [(row["run"], row["step"]) for row in rows if "step" in row]
+    assert [each for each in steps if each[0][0] == "a"] == [
+        ("a1", 1),
+        ("a1", 2),
+        *(("a2", n) for n in (3, 4, 5)),
+    ]
+    assert [each for each in steps if each[0][0] == "b"] == [("b1", 1), *(("b2", n) for n in (2, 3, 4))]
+    for job, last in (("a", 5), ("b", 4)):
+        shown = read_tensorboard(tmp_path / "TensorBoard" / job)
+        assert [step for step, _ in shown["loss"]] == list(range(1, last + 1))
+
+
+def test_a_line_that_lacks_only_its_end_is_not_joined_with_the_next(tmp_path):
+    trained(JsonLines, tmp_path, "a", 0, (1, {"loss": 1.0}))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().removesuffix("\n"))
+    path.chmod(0o640)
+    trained(JsonLines, tmp_path, "b", 1, (2, {"loss": 2.0}))
+
+    assert read_json_lines(path)["loss"] == [(1, 1.0), (2, 2.0)]
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_wandb_has_each_step_once_and_the_job(tmp_path, monkeypatch):

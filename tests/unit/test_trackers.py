@@ -6,6 +6,7 @@ import csv
 import re
 from contextlib import ExitStack
 from threading import Event
+from time import monotonic
 
 import pytest
 from support.training import Told, made
@@ -193,6 +194,21 @@ def test_a_tracker_that_hangs_as_it_closes_is_told_and_no_call_is_said_to_be_mis
     assert re.search(r"tracker .*Kept has not closed after 0.5 s", said)
     assert "is too slow" not in said
     assert len(reports) > 2
+
+
+def test_a_tracker_that_fails_as_it_ends_delays_nothing_and_shows_no_credentials(kept, monkeypatch):
+    def end(self):
+        raise ConnectionError("no way to http://me:s3cret@mlflow.example/")
+
+    monkeypatch.setattr(Kept, "end", end)
+    monkeypatch.setattr(track, "CLOSE_S", 30.0)
+    begun_s = monotonic()
+
+    said, _ = tracked()
+
+    assert monotonic() - begun_s < 20
+    assert "is disabled: ConnectionError: no way to http://***@mlflow.example/" in said
+    assert "has not closed" not in said
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from horovod_train.config.load import dump_job
-from horovod_train.errors import LaunchError
+from horovod_train.errors import LaunchError, UnansweredError
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, PolledLauncher, State, Submitted
 from horovod_train.launch.jobs import LOG_FILE, StateFile, mark_cancelled
 from horovod_train.launch.launchers.supervised import read_log
@@ -193,7 +193,7 @@ def call_slurm(*command: str, check: bool = True) -> str:
             f"{command[0]} is not installed here", hint="submit from a login node of the cluster"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise LaunchError(
+        raise UnansweredError(
             f"{command[0]} did not answer within {TIMEOUT_S:g} s", hint="check slurmctld: `scontrol ping`"
         ) from error
     if check and done.returncode:

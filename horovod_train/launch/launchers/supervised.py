@@ -61,9 +61,11 @@ class SupervisedLauncher(PolledLauncher):
             console.print,
             lambda state, message: events.write(StateChanged(state=state, message=message)),
         )
-        if request.is_once and not state.claim():
-            console.print(f"run {request.run_id} was started before")
-            return 0
+        if request.is_once:
+            with suppress(OSError):  # the next write reports it
+                if not state.claim():
+                    console.print(f"run {request.run_id} was started before")
+                    return 0
         events.write(opened(request.job.name, request.run_id))
         state.write("starting")
         followers = [WriteEvents(events)]
@@ -151,9 +153,12 @@ class SupervisedLauncher(PolledLauncher):
             return
         state = StateFile(job.log_dir)
         if status.state == "waiting":  # its submission is in progress, or was interrupted
-            job.log_dir.mkdir(parents=True, exist_ok=True)
-            if state.claim("cancelled", exit_code_of(signal.SIGTERM), "cancelled before it was started"):
-                return
+            try:
+                job.log_dir.mkdir(parents=True, exist_ok=True)
+                if state.claim("cancelled", exit_code_of(signal.SIGTERM), "cancelled before it was started"):
+                    return
+            except OSError as error:
+                raise LaunchError(f"{job.job_id} cannot be cancelled: {error}") from error
         pid = state.pid()
         if pid is None:
             raise LaunchError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class JsonLines:
         Raises:
             OSError: The file cannot be read or written.
         """
-        self._run_id = run.run_id
+        self._run_id, self._job = run.run_id, run.job["name"]
         self._path = run.folder / self._name.expanduser()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._last = {"step": run.step, "evaluation": run.step}
@@ -74,17 +75,27 @@ class JsonLines:
         """Rewrite the file: all lines before the last start from step 0, and the retained ones after it."""
         if not self._path.exists():
             return
-        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        text = self._path.read_text(encoding="utf-8", errors="replace")
+        lines = text.splitlines()
         entries = [entry_of(line) for line in lines]
-        starts = [at for at, entry in enumerate(entries) if entry is not None and entry.get("from_step") == 0]
-        first = starts[-1] if starts else 0
+        # Several jobs may share the file.
+        ours = [at for at, entry in enumerate(entries) if entry is not None and self._is_start(entry)]
+        first = max((at for at in ours if (entries[at] or {})["from_step"] == 0), default=0)
+        runs = {self._run_id, *((entries[at] or {})["run"] for at in ours if at >= first)}
         kept = [
             line
             for at, (line, entry) in enumerate(zip(lines, entries, strict=True))
-            if entry is not None and (at < first or "step" not in entry or is_retained(entry))
+            if entry is not None
+            and (at < first or "step" not in entry or entry["run"] not in runs or is_retained(entry))
         ]
-        if kept != lines:
-            write_atomic(self._path, "".join(f"{line}\n" for line in kept))
+        wanted = "".join(f"{line}\n" for line in kept)
+        if wanted != text:
+            write_atomic(self._path, wanted, stat.S_IMODE(self._path.stat().st_mode))
+
+    def _is_start(self, entry: Entry) -> bool:
+        """Return whether a line is that of a start of this job."""
+        job = entry.get("job")
+        return "from_step" in entry and isinstance(job, dict) and job.get("name") == self._job
 
 
 def _finite(value: float) -> float | None:
@@ -98,5 +109,5 @@ def entry_of(line: str) -> Entry | None:
     except ValueError:
         return None
     known = ({"from_step"}, {"step", "values"}, {"summary"})
-    fits = isinstance(entry, dict) and any(keys <= entry.keys() for keys in known)
+    fits = isinstance(entry, dict) and "run" in entry and any(keys <= entry.keys() for keys in known)
     return entry if fits else None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from time import time
+from time import monotonic, time
 from typing import Any
 from urllib.parse import urlsplit
+from zlib import crc32
 
 from horovod_train.config.flatten import flat
 from horovod_train.errors import UserError
@@ -24,6 +25,7 @@ MAX_BATCH = 500
 """Values are sent every ``FLUSH_S``, or when this many are pending: a request per step would cost time."""
 
 MAX_PARAMS_PER_REQUEST = 100
+MAX_KEY_CHARS = 200
 DATABASE = "mlflow.db"
 FOLDER_TAG, RUN_TAG = "horovod_train.folder", "horovod_train.run_id"
 STATES = {"succeeded": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
@@ -48,9 +50,9 @@ class MlFlow:
     def __init__(self, uri: str | None = None, experiment: str | None = None) -> None:
         if find_spec("mlflow") is None:  # importing it takes seconds, and is left to the tracker's thread
             raise UserError("the tracker mlflow: the package mlflow is not installed", hint=EXTRA)
-        if uri is not None and urlsplit(uri).password:
+        if uri is not None and "@" in urlsplit(uri).netloc:
             raise UserError(
-                "the tracker mlflow: `uri` contains a password",
+                "the tracker mlflow: `uri` contains credentials",
                 hint="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD by launch.secrets",
             )
         self._uri = uri
@@ -61,7 +63,8 @@ class MlFlow:
     def start(self, run: TrackedRun) -> None:
         """Create an MLflow run, or continue that of the run that is resumed."""
         mlflow = import_optional("mlflow", needed_by="the tracker mlflow", hint=EXTRA)
-        self._entities = mlflow.entities
+        self._entities, self._error = mlflow.entities, mlflow.exceptions.MlflowException
+        self._previous_step = run.step
         store = run.folder.parent
         uri = self._uri or mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
         if not uri:
@@ -100,18 +103,19 @@ class MlFlow:
     def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
         """Store values, unless this or a later step is already stored."""
         kind = kind_of(values)
+        is_return = kind == "step" and step <= self._previous_step
+        if kind == "step":
+            self._previous_step = step
         if step <= self._last[kind]:
-            if kind == "step" and not self._is_repeating:
+            if is_return:
                 self._set_tags({"horovod_train.returned_to": str(step)})
-            self._is_repeating = True
             return
         self._last[kind] = step
-        self._is_repeating = False
         now_ms = int(time() * 1000)
         self._metrics += [
             self._entities.Metric(_key(name), value, now_ms, step) for name, value in values.items()
         ]
-        if len(self._metrics) >= MAX_BATCH or time() - self._flushed_s > FLUSH_S:
+        if len(self._metrics) >= MAX_BATCH or monotonic() - self._flushed_s > FLUSH_S:
             self._flush()
 
     def summarize(self, values: SummaryValues) -> None:
@@ -133,26 +137,32 @@ class MlFlow:
         self._client.set_terminated(self._id, STATES.get(self._state, "FAILED"))
 
     _state = "failed"
-    _is_repeating = False
+    _previous_step = 0
 
     def _flush(self) -> None:
         for begin in range(0, len(self._metrics), MAX_BATCH):
             self._client.log_batch(self._id, metrics=self._metrics[begin : begin + MAX_BATCH])
         self._metrics = []
-        self._flushed_s = time()
+        self._flushed_s = monotonic()
 
     def _find_experiment(self, name: str, artifacts: Path | None) -> str:
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
-        return str(self._client.create_experiment(name, str(artifacts) if artifacts else None))
+        try:
+            return str(self._client.create_experiment(name, str(artifacts) if artifacts else None))
+        except self._error:
+            found = self._client.get_experiment_by_name(name)  # another job has created it
+            if found is None:
+                raise
+            return str(found.experiment_id)
 
     def _find_run(self, experiment_id: str, folder: Path) -> Any:
         """Return the newest run of a folder; None: there is none."""
-        quoted = str(folder).replace("'", "\\'")
+        quote = '"' if "'" in str(folder) else "'"
         runs = self._client.search_runs(
             [experiment_id],
-            f"tags.`{FOLDER_TAG}` = '{quoted}'",
+            f"tags.`{FOLDER_TAG}` = {quote}{folder}{quote}",
             order_by=["attributes.start_time DESC"],
             max_results=1,
         )
@@ -164,7 +174,8 @@ class MlFlow:
         return max((each.step for history in histories for each in history), default=0)
 
     def _log_params(self, params: Mapping[str, str]) -> None:
-        listed = [self._entities.Param(_key(name), value) for name, value in params.items()]
+        named = {_key(name): value for name, value in params.items()}
+        listed = [self._entities.Param(name, value) for name, value in named.items()]
         for begin in range(0, len(listed), MAX_PARAMS_PER_REQUEST):
             self._client.log_batch(self._id, params=listed[begin : begin + MAX_PARAMS_PER_REQUEST])
 
@@ -178,14 +189,18 @@ def _create_database(client: Callable[..., object], path: Path) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    client(tracking_uri=f"sqlite:///{temporary}")
-    with suppress(FileExistsError):  # another job has created it
-        path.hardlink_to(temporary)
-    temporary.unlink()
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
+    try:
+        client(tracking_uri=f"sqlite:///{folder / path.name}")
+        if not path.exists():
+            (folder / path.name).rename(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _key(name: str) -> str:
-    """Return a name with the characters that MLflow accepts."""
-    return re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)
+    """Return a name that MLflow accepts; if it differs, with a checksum, because it must be unique."""
+    found = re.sub(r"/+", "/", re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)).strip("/")
+    if found == name and len(name) <= MAX_KEY_CHARS and ".." not in name:
+        return name
+    return f"{found[:MAX_KEY_CHARS].replace('..', '__')}_{crc32(name.encode(errors='replace')):08x}"

@@ -26,7 +26,8 @@ class TensorBoard:
     the same folder; TensorBoard then discards values of later steps, as after a return to a checkpoint.
 
     Args:
-        path: Folder, relative to the folder of the job's runs; None: ``tensorboard``.
+        path: Folder, relative to the folder of the job's runs; None: ``tensorboard``. An absolute path gets a
+            folder for each job.
 
     Raises:
         UserError: TensorBoard is not installed.
@@ -45,14 +46,17 @@ class TensorBoard:
             OSError: The file cannot be created.
         """
         folder = run.folder / self._folder.expanduser()
+        if self._folder.expanduser().is_absolute():  # jobs may share it
+            folder /= str(run.job["name"])
         earlier = [each for each in folder.glob("*/") if each.is_dir()] if run.step else []
         folder = max(earlier, key=lambda each: each.stat().st_mtime, default=folder / run.run_id)
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a run in the order of their names.
         before = sorted(folder.glob("events.out.tfevents.*"))
-        name = (
-            f"events.out.tfevents.{int(time()):010d}.{len(before):06d}.{socket.gethostname()}.{os.getpid()}"
-        )
+        newest_s = max((int(path.name.split(".")[3]) for path in before), default=0)
+        begun_s = max(int(time()), newest_s)  # the clock may have been set back
+        host = socket.gethostname()
+        name = f"events.out.tfevents.{begun_s:010d}.{len(before):06d}.{host}.{os.getpid()}"
         self._file = (folder / name).open("xb")
         self._writer = self._records.RecordWriter(self._file)
         self._last_step = run.step

@@ -76,6 +76,7 @@ class WeightsAndBiases:
             kind: max((step for step, name in stored if kind_of([name]) == kind), default=0)
             for kind in ("step", "evaluation")
         }
+        self._previous_step = run.step
         self._last["step"] = max(self._last["step"], self._run.step - 1)  # online: as the server knows it
         for step, values in run.missing(self._last):
             self.log(step, math.nan, values)
@@ -83,13 +84,14 @@ class WeightsAndBiases:
     def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
         """Store values, unless this or a later step is already stored."""
         kind = kind_of(values)
+        is_return = kind == "step" and step <= self._previous_step
+        if kind == "step":
+            self._previous_step = step
         if step <= self._last[kind]:
-            if kind == "step" and not self._is_repeating:
+            if is_return:
                 self._run.summary["returned_to"] = step
-            self._is_repeating = True
             return
         self._last[kind] = step
-        self._is_repeating = False
         self._run.log(dict(values), step=step)
 
     def summarize(self, values: SummaryValues) -> None:
@@ -103,7 +105,7 @@ class WeightsAndBiases:
         self._wandb.teardown()  # its process, and the connections to it
 
     _exit_code = 1
-    _is_repeating = False
+    _previous_step = 0
 
 
 def _history(folder: Path) -> Iterator[tuple[int, str]]:

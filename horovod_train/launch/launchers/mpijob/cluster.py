@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
-from horovod_train.errors import LaunchError, UserError
+from horovod_train.errors import LaunchError, UnansweredError, UserError
 from horovod_train.launch.launchers.mpijob.document import Manifest, field, text
 from horovod_train.system.optional import import_optional
 
@@ -108,7 +108,7 @@ class ExistsError(LaunchError):
     """An object of this kind and name exists."""
 
 
-class UnreachableError(LaunchError):
+class UnreachableError(UnansweredError):
     """The API server, or a kubelet, does not respond at present; a later retry may succeed."""
 
 

@@ -107,6 +107,7 @@ class MpiJobLauncher(PolledLauncher):
         name = request.job.name
         with closing(Cluster(settings.namespace, settings.api_timeout_s)) as cluster:
             made = _of_run(cluster, name, request.run_id)
+            is_new = made is None
             if made is None:
                 _make_room(cluster, name)
                 _remove_expired(cluster)
@@ -121,8 +122,11 @@ class MpiJobLauncher(PolledLauncher):
                     with suppress(ExistsError):  # created by an interrupted call for this run
                         cluster.create({**manifest, "metadata": metadata})
                 _wait_for_acceptance(cluster, made)
+            except UnreachableError:
+                raise  # the MPIJob may be running
             except LaunchError:
-                cluster.delete_mpi_job(name)
+                if is_new:
+                    cluster.delete_mpi_job(name)
                 raise
         return f"{settings.namespace}/{name}/{uid}"
 
@@ -210,7 +214,10 @@ class _Place:
     """Namespace, name and UID of a submitted MPIJob."""
 
     def __init__(self, job: Submitted) -> None:
-        self.namespace, self.name, self._uid = job.native_id.split("/")
+        try:
+            self.namespace, self.name, self._uid = job.native_id.split("/")
+        except ValueError:
+            raise LaunchError(f"{job.job_id}: {job.native_id!r} is not the ID of an MPIJob") from None
         self._run_id = job.log_dir.name
 
     def find(self, cluster: Cluster) -> Manifest | None:
