@@ -36,6 +36,7 @@ from horovod_train.events.series import Series
 from horovod_train.launch.base import PATIENCE_S, JobStatus
 
 TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (name of a variable)
+API = "/api/v1"
 PAUSE_S = 1.0
 LONG_POLL_S = 30.0
 STREAM_TIMEOUT_S = 60.0
@@ -86,7 +87,7 @@ class Client:
         token = token or os.environ.get(TOKEN_VARIABLE)
         if not token:
             raise UserError("no token is given", hint=f"pass token=..., or set {TOKEN_VARIABLE}")
-        self._url = f"{parts.scheme}://{parts.netloc}/api/v1"
+        self._url = f"{parts.scheme}://{parts.netloc}{API}"
         self._headers = {"Authorization": f"Bearer {token}"}
         self._patience_s = patience_s
         context = ssl.create_default_context(cafile=ca_file) if parts.scheme == "https" else None

@@ -120,6 +120,16 @@ def _record(path: Path) -> Submitted:
     return replace(job, submitted_unix_s=float(job.submitted_unix_s))
 
 
+def known_job(job_id: str) -> Submitted | None:
+    """Return a submitted job by its whole ID; None: there is none."""
+    if not job_id or "/" in job_id:
+        return None
+    try:
+        return _record(jobs_dir() / f"{job_id}.json")
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 def find_job(job_id: str) -> Submitted:
     """Return a submitted job by its ID, its name, or a unique prefix of its ID.
 
@@ -128,9 +138,8 @@ def find_job(job_id: str) -> Submitted:
     Raises:
         UserError: No job, or more than one, matches.
     """
-    if _RUN_ID.search(job_id) and "/" not in job_id:  # a whole ID: no other record needs to be read
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            return _record(jobs_dir() / f"{job_id}.json")
+    if _RUN_ID.search(job_id) and (whole := known_job(job_id)) is not None:  # no other record is read
+        return whole
     jobs = list(known_jobs())
     exact = [job for job in jobs if job.job_id == job_id]
     of_name = [job for job in jobs if _RUN_ID.fullmatch(job.job_id.removeprefix(f"{job_id}-"))]

@@ -22,7 +22,7 @@ from horovod_train.launch.hosts.hostlist import interface_towards
 from horovod_train.launch.jobs import (
     delete_record,
     find_job,
-    known_jobs,
+    known_job,
     locked_key,
     recorded_end,
     save_record,
@@ -189,7 +189,7 @@ def submit_once(job: Job, key: str, warn: Callable[[str], None]) -> tuple[Submit
         # Without defaults, which may change with the version of this package.
         described = json.dumps(job.model_dump(mode="json", exclude_unset=True), sort_keys=True)
         fingerprint = sha256(described.encode()).hexdigest()
-        known = next((each for each in known_jobs() if each.job_id == used.job_id), None)
+        known = known_job(used.job_id)
         if known is not None and used.fingerprint != fingerprint:
             raise KeyUsedError(
                 f"the key {key!r} was used for {known.job_id}, whose description differs",

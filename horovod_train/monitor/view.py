@@ -85,13 +85,13 @@ def run_document(run: DisplayedRun, readings: Readings) -> Json:
         "num_parameters": started.num_parameters if started else None,
         "num_attempts": history.num_attempts,
         "num_preemptions": history.num_preemptions,
-        "loss": _number(last.loss) if last else None,
+        "loss": finite_or_none(last.loss) if last else None,
         "loss_is_finite": last is None or last.loss is None or math.isfinite(last.loss),
         "loss_is_local": history.loss_is_local,
-        "lr": _number(last.lr) if last else None,
-        "samples_per_s": _number(last.samples_per_s) if last else None,
+        "lr": finite_or_none(last.lr) if last else None,
+        "samples_per_s": finite_or_none(last.samples_per_s) if last else None,
         "epochs_begun": last.epochs_begun if last else None,
-        "metrics": {name: _number(value) for name, value in history.metrics.items()},
+        "metrics": {name: finite_or_none(value) for name, value in history.metrics.items()},
         "checkpoint_unix_s": history.checkpoint_unix_s,
         "heat": _heat(history.ranks),
         "ranks": _rank_table(history, readings, status),
@@ -147,7 +147,7 @@ def _place_of_tracker(folder: Path, name: str, args: Json) -> str:
     return os.path.normpath(folder / str(args.get("path") or defaults[name]))
 
 
-def _number(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """Return a number; None if it is unknown, NaN or infinite."""
     return value if value is not None and math.isfinite(value) else None
 
@@ -157,11 +157,11 @@ def _points(history: History) -> Json:
     return {
         "time_unix_s": [point.time_unix_s for point in points],
         "step": [point.step for point in points],
-        "loss": [_number(point.loss) for point in points],
-        "lr": [_number(point.lr) for point in points],
-        "samples_per_s": [_number(point.samples_per_s) for point in points],
+        "loss": [finite_or_none(point.loss) for point in points],
+        "lr": [finite_or_none(point.lr) for point in points],
+        "samples_per_s": [finite_or_none(point.samples_per_s) for point in points],
         "numbers": {
-            SHOWN_NUMBERS[name].shown: [_number(point.numbers.get(name)) for point in points]
+            SHOWN_NUMBERS[name].shown: [finite_or_none(point.numbers.get(name)) for point in points]
             for name in SHOWN_NUMBERS
             if any(name in point.numbers for point in points)
         },
@@ -175,7 +175,7 @@ def _evaluations(history: History) -> Json:
         "time_unix_s": [time_unix_s for time_unix_s, *_ in history.evaluations],
         "step": [step for _, step, _ in history.evaluations],
         "metrics": {
-            name: [_number(metrics.get(name)) for *_, metrics in history.evaluations] for name in names
+            name: [finite_or_none(metrics.get(name)) for *_, metrics in history.evaluations] for name in names
         },
     }
 
@@ -216,7 +216,9 @@ def _rank_table(history: History, readings: Readings, status: JobStatus) -> Json
     for name in names:
         if name not in PHASES:
             columns[f"now_{name}"] = [
-                _number(readings.last[rank].values.get(name, math.nan)) if rank in readings.last else None
+                finite_or_none(readings.last[rank].values.get(name, math.nan))
+                if rank in readings.last
+                else None
                 for rank in range(num_ranks)
             ]
     return columns
@@ -287,7 +289,7 @@ def _findings(series: RankSeries) -> list[Json]:
             "others_s": each.others_s,
             "phase": each.phase,
             "excess_s": each.excess_s,
-            "waited_for": _number(float(window.wait_times[1][each.rank]) / window.seconds),
+            "waited_for": finite_or_none(float(window.wait_times[1][each.rank]) / window.seconds),
         }
         for each in stragglers(window)
     ]

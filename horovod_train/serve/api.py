@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path as FilePath
@@ -21,9 +20,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from horovod_train.client.local import LocalJob, start
+from horovod_train.client.remote import API
 from horovod_train.errors import HorovodTrainError, LaunchError, UnansweredError, UserError, result_of
 from horovod_train.launch.base import JobStatus, State
 from horovod_train.launch.jobs import find_job, known_jobs
+from horovod_train.monitor.view import finite_or_none
 from horovod_train.serve.documents import (
     Cancellation,
     ErrorDocument,
@@ -40,7 +41,6 @@ from horovod_train.serve.statuses import Statuses
 from horovod_train.serve.streams import stream
 from horovod_train.serve.threads import Threads
 from horovod_train.serve.uploads import job_with_files
-from horovod_train.serve.web import API
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class JobsApi:
             raise StatusError(409, f"{job.id} has no result: {status}")
         found = await self._threads.read_run(job.result)
         return ResultDocument(
-            metrics={name: _number(value) for name, value in found.metrics.items()},
+            metrics={name: finite_or_none(value) for name, value in found.metrics.items()},
             checkpoint=str(found.checkpoint) if found.checkpoint else None,
             num_steps=found.num_steps,
         )
@@ -215,7 +215,9 @@ class JobsApi:
         series = await self._threads.read_run(job.metrics)
         return MetricsDocument(
             series={
-                each: Points(step=[step for step, _ in points], value=[_number(value) for _, value in points])
+                each: Points(
+                    step=[step for step, _ in points], value=[finite_or_none(value) for _, value in points]
+                )
                 for each, points in series.items()
                 if not name or each in name
             }
@@ -318,11 +320,6 @@ def _jobs_after(job_id: str | None) -> Iterator[LocalJob]:
     if job_id is not None and not any(each.job_id == job_id for each in jobs):
         raise StatusError(404, f"after: no job {job_id!r}")
     yield from map(LocalJob, jobs)
-
-
-def _number(value: float) -> float | None:
-    """Return a number; None if it is NaN or infinite, which JSON does not have."""
-    return value if math.isfinite(value) else None
 
 
 def _log_error(work: asyncio.Future[None]) -> None:

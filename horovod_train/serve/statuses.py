@@ -22,13 +22,18 @@ class _Entry:
     status: JobStatus | None = None
     error: LaunchError | None = None
     """Error of the last query; it is raised again until the next query."""
-    is_known: bool = False
     time_s: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a query has ended."""
+        return self.status is not None or self.error is not None
 
     def result(self) -> JobStatus:
         """Return the result of the last query, or raise its error."""
-        if self.error is not None or self.status is None:
-            raise self.error or LaunchError("the status is not known")
+        if self.error is not None:
+            raise self.error
+        assert self.status is not None
         return self.status
 
 
@@ -62,7 +67,7 @@ class Statuses:
                     entry.status, entry.error = job.status(), None
                 except LaunchError as error:
                     entry.error = error
-                entry.is_known, entry.time_s = True, monotonic()
+                entry.time_s = monotonic()
             return entry.result()
         finally:
             entry.lock.release()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from horovod_train.client.remote import API, TOKEN_VARIABLE
 from horovod_train.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,8 @@ Role = Literal["read", "end", "submit"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
 SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "TRACE"}
-SUBMIT_PATH = "/api/v1/jobs"
+SUBMIT_PATH = f"{API}/jobs"
 MIN_CHARS = 16
-TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (name of a variable)
 
 
 def role_needed(method: str, path: str) -> Role:

@@ -33,10 +33,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from horovod_train import __version__
+from horovod_train.client.remote import API
 from horovod_train.errors import UserError
 from horovod_train.serve.tokens import ROLES, SAFE_METHODS, SUBMIT_PATH, Tokens, role_needed
 
-API = "/api/v1"
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_SMALL_BODY_BYTES = 64 * 1024
 """Maximum size of the body of a request that does not submit a job."""

@@ -119,9 +119,8 @@ class SupervisedLauncher(PolledLauncher):
             )  # fmt: skip
         deadline_s = monotonic() + 30
         while True:
-            has_exited = (
-                process.poll() is not None
-            )  # before the state is read: another process may run the job
+            # Queried before the state is read, because another process may run the job.
+            has_exited = process.poll() is not None
             if state.read().state != "waiting":
                 break
             if has_exited or monotonic() > deadline_s:

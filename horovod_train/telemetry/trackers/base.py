@@ -59,6 +59,38 @@ def kind_of(names: Iterable[str]) -> str:
     return "evaluation" if any(name.startswith("eval/") for name in names) else "step"
 
 
+class OneValuePerStep:
+    """Rule of trackers that cannot replace values: the first value of a step is kept.
+
+    Args:
+        last: Last stored step, by kind (``kind_of``).
+        step: Completed steps at the start of this run.
+        on_return: Called with the first step that is repeated after a return to a checkpoint.
+    """
+
+    def __init__(self, last: Mapping[str, int], step: int, on_return: Callable[[int], None]) -> None:
+        self._last = dict(last)
+        self._previous_step = step
+        self._on_return = on_return
+
+    def accepts(self, step: int, values: Iterable[str]) -> bool:
+        """Return whether values of a step are stored, because neither this nor a later step was before."""
+        kind = kind_of(values)
+        is_repeated = step <= self._last[kind]
+        if kind == "step":
+            if is_repeated and step <= self._previous_step:
+                self._on_return(step)
+            self._previous_step = step
+        if not is_repeated:
+            self._last[kind] = step
+        return not is_repeated
+
+    @property
+    def last_step(self) -> int:
+        """Last step that was stored."""
+        return self._last["step"]
+
+
 SummaryValues = dict[str, float | str]
 """Values of a whole run: ``state`` (succeeded, preempted or failed), ``checkpoint`` (path of the newest one),
 and for each rank ``own_s/rank_<n>`` (own time per step, in seconds) and ``waiting/rank_<n>`` (fraction of the

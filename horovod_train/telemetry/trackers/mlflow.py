@@ -17,7 +17,7 @@ from zlib import crc32
 from horovod_train.config.flatten import flat
 from horovod_train.errors import UserError
 from horovod_train.system.optional import import_optional
-from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, kind_of
+from horovod_train.telemetry.trackers.base import OneValuePerStep, SummaryValues, TrackedRun
 
 EXTRA = "pip install 'horovod_train[mlflow]'"
 FLUSH_S = 2.0
@@ -64,7 +64,6 @@ class MlFlow:
         """Create an MLflow run, or continue that of the run that is resumed."""
         mlflow = import_optional("mlflow", needed_by="the tracker mlflow", hint=EXTRA)
         self._entities, self._error = mlflow.entities, mlflow.exceptions.MlflowException
-        self._previous_step = run.step
         store = run.folder.parent
         uri = self._uri or mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
         if not uri:
@@ -74,7 +73,7 @@ class MlFlow:
             self._experiment or str(run.job["name"]), None if uri else store / "mlflow-artifacts"
         )
         earlier = self._find_run(experiment_id, run.folder) if run.step else None
-        self._last = {"step": 0, "evaluation": 0}
+        last = {"step": 0, "evaluation": 0}
         tags = {FOLDER_TAG: str(run.folder), RUN_TAG: run.run_id, "horovod_train.ranks": str(run.world_size)}
         fields = {name: str(value) for name, value in flat(run.job)}
         if earlier is None:
@@ -83,11 +82,13 @@ class MlFlow:
             params = {**fields, **{f"version.{name}": each for name, each in run.versions.items()}}
             self._log_params(params)
         else:
-            self._continue(earlier, fields, tags)
-        for step, values in run.missing(self._last):
+            last = self._continue(earlier, fields, tags)
+        self._steps = OneValuePerStep(last, run.step, self._note_return)
+        for step, values in run.missing(last):
             self.log(step, math.nan, values)
 
-    def _continue(self, earlier: Any, fields: Mapping[str, str], tags: Mapping[str, str]) -> None:
+    def _continue(self, earlier: Any, fields: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, int]:
+        """Continue an MLflow run, and return its last stored step by kind."""
         self._id = earlier.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         changed = {  # parameters cannot be changed
@@ -96,21 +97,16 @@ class MlFlow:
             if earlier.data.params.get(_key(name), value) != value
         }
         self._set_tags({**tags, **changed})
-        self._last = {"step": self._last_step(["loss"])}
         names = [name for name in earlier.data.metrics if name.startswith("eval/")]
-        self._last["evaluation"] = self._last_step(names)
+        return {"step": self._last_step(["loss"]), "evaluation": self._last_step(names)}
+
+    def _note_return(self, step: int) -> None:
+        self._set_tags({"horovod_train.returned_to": str(step)})
 
     def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
         """Store values, unless this or a later step is already stored."""
-        kind = kind_of(values)
-        is_return = kind == "step" and step <= self._previous_step
-        if kind == "step":
-            self._previous_step = step
-        if step <= self._last[kind]:
-            if is_return:
-                self._set_tags({"horovod_train.returned_to": str(step)})
+        if not self._steps.accepts(step, values):
             return
-        self._last[kind] = step
         now_ms = int(time() * 1000)
         self._metrics += [
             self._entities.Metric(_key(name), value, now_ms, step) for name, value in values.items()
@@ -122,7 +118,7 @@ class MlFlow:
         """Store summary values as metrics of the last step, and the checkpoint's path as tag and artifact."""
         now_ms = int(time() * 1000)
         self._metrics += [
-            self._entities.Metric(_key(f"summary/{name}"), value, now_ms, self._last["step"])
+            self._entities.Metric(_key(f"summary/{name}"), value, now_ms, self._steps.last_step)
             for name, value in values.items()
             if not isinstance(value, str)
         ]
@@ -137,7 +133,6 @@ class MlFlow:
         self._client.set_terminated(self._id, STATES.get(self._state, "FAILED"))
 
     _state = "failed"
-    _previous_step = 0
 
     def _flush(self) -> None:
         for begin in range(0, len(self._metrics), MAX_BATCH):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from horovod_train.config.flatten import flat
 from horovod_train.errors import UserError
 from horovod_train.system.optional import import_optional
-from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, kind_of
+from horovod_train.telemetry.trackers.base import OneValuePerStep, SummaryValues, TrackedRun, kind_of
 
 EXTRA = "pip install 'horovod_train[wandb]'"
 FILE_HEADER_BYTES, BLOCK_BYTES, RECORD_HEADER_BYTES = 7, 32 * 1024, 7
@@ -72,27 +72,22 @@ class WeightsAndBiases:
         )
         stored = [each for folder in folders if folder.name.endswith(run_id) for each in _history(folder)]
         # A row may have values of a step and of the evaluation after it.
-        self._last = {
+        last = {
             kind: max((step for step, name in stored if kind_of([name]) == kind), default=0)
             for kind in ("step", "evaluation")
         }
-        self._previous_step = run.step
-        self._last["step"] = max(self._last["step"], self._run.step - 1)  # online: as the server knows it
-        for step, values in run.missing(self._last):
+        last["step"] = max(last["step"], self._run.step - 1)  # online: as the server knows it
+        self._steps = OneValuePerStep(last, run.step, self._note_return)
+        for step, values in run.missing(last):
             self.log(step, math.nan, values)
+
+    def _note_return(self, step: int) -> None:
+        self._run.summary["returned_to"] = step
 
     def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
         """Store values, unless this or a later step is already stored."""
-        kind = kind_of(values)
-        is_return = kind == "step" and step <= self._previous_step
-        if kind == "step":
-            self._previous_step = step
-        if step <= self._last[kind]:
-            if is_return:
-                self._run.summary["returned_to"] = step
-            return
-        self._last[kind] = step
-        self._run.log(dict(values), step=step)
+        if self._steps.accepts(step, values):
+            self._run.log(dict(values), step=step)
 
     def summarize(self, values: SummaryValues) -> None:
         """Store summary values."""
@@ -105,7 +100,6 @@ class WeightsAndBiases:
         self._wandb.teardown()  # its process, and the connections to it
 
     _exit_code = 1
-    _previous_step = 0
 
 
 def _history(folder: Path) -> Iterator[tuple[int, str]]:
