@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import psutil
 import pytest
-from support.launching import PROGRAMS, TIMEOUT_S, environment, free_port
+from support.launching import TIMEOUT_S, quick_job
 from support.tracked import read_json_lines, read_mlflow, read_tensorboard, read_wandb
 from support.waiting import wait_until
 
@@ -18,7 +18,6 @@ import horovod_train as ht
 from horovod_train.checkpoint.store import read_checkpoint
 from horovod_train.events.types import Evaluation, Progress
 
-TASK = f"{PROGRAMS / 'quick_tasks.py'}:Noted"
 pytestmark = [
     pytest.mark.ranks,
     # MLflow's models of its database use what SQLAlchemy 2.1 deprecates.
@@ -34,20 +33,7 @@ print(ht.submit(json.loads(sys.argv[1])).id)
 
 @pytest.fixture
 def described(tmp_path, monkeypatch):
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
-    yield {
-        "name": "test",
-        "framework": "numpy",
-        "task": TASK,
-        "task_args": {"notes": str(tmp_path), "pause_s": 0.02},
-        "run_dir": "runs",
-        "train": {"epochs": 3, "batch_size_per_rank": 4},
-        "metrics": {"port": free_port()},
-        "launch": {"num_ranks": 2},
-    }
+    yield quick_job(tmp_path, monkeypatch)
     # A launcher exits a moment after it has written its last state.
     wait_until(lambda: not psutil.Process().children(), 10)
     store = sys.modules.get("mlflow.store.tracking.sqlalchemy_store")

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 import yaml
-from support.launching import PROGRAMS, TIMEOUT_S, environment, free_port
+from support.launching import PROGRAMS, TIMEOUT_S, quick_job
 from support.service import SUBMIT, Service, kill_after
 from support.waiting import wait_until
 
@@ -26,20 +26,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture
 def described(tmp_path, monkeypatch):
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
-    yield {
-        "name": "test",
-        "framework": "numpy",
-        "task": f"{PROGRAMS / 'quick_tasks.py'}:Noted",
-        "task_args": {"notes": str(tmp_path), "pause_s": 0.02},
-        "run_dir": "runs",
-        "train": {"epochs": 3, "batch_size_per_rank": 4},
-        "metrics": {"port": free_port()},
-        "launch": {"num_ranks": 2},
-    }
+    yield quick_job(tmp_path, monkeypatch)
     wait_until(lambda: not ranks_of(tmp_path), 30)
 
 

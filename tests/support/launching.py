@@ -117,6 +117,23 @@ def write_job(path: Path, **fields: Any) -> Path:
     return path
 
 
+def quick_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return a job of a second on two ranks; this process submits as from a folder of its own account."""
+    for name, value in environment(XDG_STATE_HOME=str(folder / "state")).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(folder)
+    return {
+        "name": "test",
+        "framework": "numpy",
+        "task": f"{PROGRAMS / 'quick_tasks.py'}:Noted",
+        "task_args": {"notes": str(folder), "pause_s": 0.02},
+        "run_dir": "runs",
+        "train": {"epochs": 3, "batch_size_per_rank": 4},
+        "metrics": {"port": free_port()},
+        "launch": {"num_ranks": 2},
+    }
+
+
 def free_port() -> int:
     """Return a port below the ephemeral range with a few free ones behind it."""
     first = os.getpid() * 331 % 1375  # processes that run at the same time begin far from each other
