@@ -100,14 +100,12 @@ def test_whatever_comes_over_the_wire_the_next_one_is_answered(serve):
         b"GET /../../etc/passwd HTTP/1.1\r\n\r\n", b"POST /metrics HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
         b"GET /metrics HTTP/1.1\r\nHost: \xff\xfe\r\nX: " + b"y" * 70_000 + b"\r\n\r\n",
     ):  # fmt: skip
-        with socket.create_connection(place, 5) as connection:
+        # The server may close the connection before it has read everything: any of these calls may then fail.
+        with socket.create_connection(place, 5) as connection, suppress(OSError):
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             connection.settimeout(10)
-            try:
-                while connection.recv(65536):
-                    pass
-            except ConnectionResetError:
+            while connection.recv(65536):
                 pass
 
     assert "answer 42.0" in ask(place)
