@@ -165,7 +165,7 @@ class Bench:
         )
         recorder = CudaRecorder() if graph else None
         model = copy.deepcopy(self.model)
-        made = optimizer_of(job, Task(), model)  # type: ignore[arg-type]
+        made = optimizer_of(job, Task(), model, 1)  # type: ignore[arg-type]
         strategy = (
             SingleRankStrategy()
             if world is None

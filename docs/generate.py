@@ -18,7 +18,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-from horovod_train.config.schema import Job, LearningRate
+from horovod_train.config.optimization import LearningRate
+from horovod_train.config.schema import Job
 from horovod_train.events.types import KINDS
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.monitor.job_metrics import JOB_CATALOG

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from horovod_train.client.handle import JobHandle, JobResult
     from horovod_train.client.local import job, jobs, submit
     from horovod_train.client.remote import Client
-    from horovod_train.config.schema import LearningRate
+    from horovod_train.config.optimization import LearningRate
     from horovod_train.errors import JobFailedError
     from horovod_train.session import Session, init
 

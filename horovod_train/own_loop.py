@@ -33,7 +33,7 @@ from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, make_strategy
 from horovod_train.health.desync import check_replicas_identical
 from horovod_train.health.finite import FiniteGuard
-from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.lr.policy import policy_of
 from horovod_train.rank import RankServices, resume
 from horovod_train.registry import OBSERVERS
 from horovod_train.training import loop
@@ -90,7 +90,7 @@ def make_own_run(
         replica=replica,
         train_reader=loader.reader,
         eval_reader=None,
-        policy=LearningRatePolicy(job.lr, loader.batch_size_of_lr(job), job.train.epochs),
+        policy=policy_of(job, mesh.data.size),
         guard=FiniteGuard(job.health, mesh.world, scaler_skips=job.train.precision == "fp16"),
         progress=loader.progress,
         is_open_ended=loader.num_epochs is None,

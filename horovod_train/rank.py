@@ -13,13 +13,12 @@ from horovod_train.checkpoint.write_report import WriteReport
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import CheckpointWritten, Notice, Resumed, Started, Summary, Target, Targets
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework, HasGenerators, Reader, Replica
 from horovod_train.health.finite import FiniteGuard
-from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.lr.policy import policy_of
 from horovod_train.registry import HOOKS
 from horovod_train.system.files import make_folder
 from horovod_train.system.versions import versions_with
@@ -176,14 +175,20 @@ class RankServices:
 
 
 def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_reader: Reader | None) -> Run:
-    """Return a new run of a job, at step 0 and without hooks."""
+    """Return a new run of a job, at step 0 and without hooks.
+
+    Raises:
+        UserError: The learning rate is not valid at this number of ranks.
+    """
+    policy = policy_of(job, mesh.data.size)
+    policy.check()
     return Run(
         job=job,
         mesh=mesh,
         replica=replica,
         train_reader=train_reader,
         eval_reader=eval_reader,
-        policy=LearningRatePolicy(job.lr, batch_size_of_lr(job, mesh.data.size), job.train.epochs),
+        policy=policy,
         guard=FiniteGuard(job.health, mesh.world, scaler_skips=job.train.precision == "fp16"),
         progress=Progress(DataOrder(len(train_reader), job.train.seed, job.data.shuffle)),
     )

@@ -8,7 +8,10 @@ a row that cannot be imported affects only jobs that use it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -112,6 +115,42 @@ def load_attribute(location: str, *, what: str) -> Any:
         raise UserError(f"{what}: module {module_name!r} has no {attribute!r}") from None
 
 
+def load_location(location: str, table: Registry) -> Any:
+    """Return the object of a row of a table, of ``module:name``, or of ``/path/file.py:name``.
+
+    A file is imported once per process, under a module name that is derived from the file's.
+
+    Raises:
+        UnknownNameError: The table has no such row.
+        UserError: The object cannot be imported.
+    """
+    if ":" not in location:
+        return table.load(location)
+    what = f"{table.kind} {location}"
+    file, _, name = location.rpartition(":")
+    if not file.endswith(".py"):
+        make_task_importable(location)
+        return load_attribute(location, what=what)
+    module_name = f"horovod_train_task_{Path(file).stem}"
+    known = sys.modules.get(module_name)
+    if known is not None and known.__file__ != file:  # a file of the same name in another folder
+        module_name = f"{module_name}_{zlib.crc32(os.fsencode(file)):08x}"
+    if module_name not in sys.modules:
+        _import_file(file, module_name, what)
+    return load_attribute(f"{module_name}:{name}", what=what)
+
+
+def _import_file(file: str, module_name: str, what: str) -> None:
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None or not Path(file).is_file():
+        raise UserError(f"{what}: no such file", hint="every host needs the file at this path")
+    module = importlib.util.module_from_spec(spec)
+    # Objects that are pickled for loader processes refer to their classes by module name.
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(Path(file).parent))
+    spec.loader.exec_module(module)
+
+
 def make_task_importable(location: str) -> None:
     """Add the current folder to ``sys.path`` if it contains the module of a task ``module:Class``.
 
@@ -165,7 +204,7 @@ _TORCH_OPTIMIZERS = Registry(
         "adam": "torch.optim:Adam",
         "adamw": "torch.optim:AdamW",
         "lars": "pytorch_optimizer:LARS",
-        "lamb": "pytorch_optimizer:Lamb",
+        "lamb": "horovod_train.frameworks.torch.step.lamb:Lamb",
     },
 )
 
@@ -274,6 +313,36 @@ STRATEGIES = Registry(
     },
 )
 
+SCALINGS = Registry(
+    kind="scaling rule",
+    group="horovod_train.scalings",
+    builtin={
+        "linear": "horovod_train.lr.scaling.linear:linear",
+        "sqrt": "horovod_train.lr.scaling.sqrt:square_root",
+        "none": "horovod_train.lr.scaling.unscaled:unscaled",
+        "legw": "horovod_train.lr.scaling.legw:legw",
+        "adam_sqrt": "horovod_train.lr.scaling.adam_sqrt:adam_sqrt",
+        "adascale": "horovod_train.lr.scaling.adascale:adascale",
+    },
+)
+
+SCHEDULES = Registry(
+    kind="schedule",
+    group="horovod_train.schedules",
+    builtin={
+        "constant": "horovod_train.lr.schedules.constant:factor",
+        "step": "horovod_train.lr.schedules.step:factor",
+        "points": "horovod_train.lr.schedules.points:factor",
+        "cosine": "horovod_train.lr.schedules.cosine:factor",
+        "cosine_restarts": "horovod_train.lr.schedules.cosine_restarts:factor",
+        "polynomial": "horovod_train.lr.schedules.polynomial:factor",
+        "inverse_sqrt": "horovod_train.lr.schedules.inverse_sqrt:factor",
+        "wsd": "horovod_train.lr.schedules.wsd:factor",
+        "one_cycle": "horovod_train.lr.schedules.one_cycle:factor",
+        "plateau": "horovod_train.lr.schedules.plateau:factor",
+    },
+)
+
 TRACKERS = Registry(
     kind="tracker",
     group="horovod_train.trackers",
@@ -288,6 +357,8 @@ TRACKERS = Registry(
 
 OBSERVERS = (  # hooks of jobs and of users' own loops, in the order in which they are called
     "horovod_train.training.hooks.replicas:CheckReplicasIdentical",
+    "horovod_train.training.hooks.arguments:ScheduleArguments",
+    "horovod_train.training.hooks.noise:MeasureNoise",  # before the hooks that report its numbers
     "horovod_train.training.hooks.metrics:RecordMetrics",
     "horovod_train.training.hooks.waits:AttributeWaiting",
     "horovod_train.training.hooks.progress:ReportProgress",

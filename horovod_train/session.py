@@ -11,7 +11,8 @@ import torch
 
 from horovod_train.collectives.base import mean_over_ranks
 from horovod_train.config.load import job_from
-from horovod_train.config.schema import Checkpoint, Data, LearningRate
+from horovod_train.config.optimization import LearningRate
+from horovod_train.config.schema import Checkpoint, Data
 from horovod_train.data.shard import eval_micro_batches
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset
@@ -20,7 +21,7 @@ from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.horovod.fingerprint import environment_fingerprint
-from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.lr.policy import LearningRatePolicy, policy_of_section
 from horovod_train.own_loop import (
     AnyOptimizer,
     SessionBase,
@@ -121,7 +122,7 @@ class Session(SessionBase):
             lr: Fields of the job description's ``lr`` section, such as ``base_lr=0.1``.
         """
         loader.num_epochs = epochs
-        return LearningRatePolicy(LearningRate(**lr), loader.batch_size_of_lr(self._job), epochs)
+        return policy_of_section(LearningRate(**lr), loader.batch_size_of_lr(self._job), epochs)
 
     def eval_batches(self, replica: TorchReplica, dataset: Dataset, *, batch_size: int) -> Iterator[Any]:
         """Return this rank's batches of a dataset, in order; each sample is on exactly one rank.

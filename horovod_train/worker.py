@@ -18,6 +18,7 @@ from time import monotonic, strftime
 
 from horovod_train.collectives.base import Communicator, broadcast_json
 from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.batches import for_ranks
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of
@@ -142,6 +143,7 @@ def run_rank(
 
     stack.enter_context(explained_by(framework, job, world.rank))
     mesh = Mesh.of(world, axes_of(job.strategy, world.size))
+    job = for_ranks(job, mesh.data.size)
     run = make_run(job, mesh, *framework.prepare(job, mesh))
     if isinstance(framework, HasDevice):
         watch_device(job, services.recorder, framework.gpu_uuid(), framework.device_memory)

@@ -66,6 +66,23 @@ class OrderDocument(_Document):
     shuffle: bool
 
 
+class PlateauDocument(_Document):
+    """State of ``decay: plateau``."""
+
+    factor: Annotated[float, Field(ge=0, le=1)]
+    best: float | None
+    num_without_improvement: Annotated[int, Field(ge=0)]
+    cooldown: Annotated[int, Field(ge=0)]
+
+
+class NoiseDocument(_Document):
+    """Averages of the gradient noise."""
+
+    covariances: list[float]
+    square_norms: list[float]
+    num_measured: Annotated[int, Field(ge=0)]
+
+
 class ProgressDocument(_Document):
     """Progress of training."""
 
@@ -80,6 +97,10 @@ class ProgressDocument(_Document):
     best_metric: float | None
     num_without_improvement: Annotated[int, Field(ge=0)]
     stopped_early: bool
+    plateau: PlateauDocument | None = None
+    noise: NoiseDocument | None = None
+    scaled_epochs: Annotated[float, Field(ge=0)] | None = None
+    """These fields are absent in checkpoints of former versions."""
 
 
 class ResumeDocument(_Document):

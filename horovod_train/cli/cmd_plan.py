@@ -45,7 +45,7 @@ class Size(click.ParamType[float]):
     help="Memory limit of a rank: also print the fastest strategy that fits.",
 )
 def command(job: str, *, memory: bool, device_memory: float | None, **options: Unpack[LaunchOptions]) -> None:
-    """Show the commands and the learning rate of JOB, or the memory that it needs.
+    """Show the learning rate and the commands of JOB, or the memory that it needs.
 
     Memory is estimated with fake tensors: nothing is trained, and the model may exceed this machine's memory.
     """
@@ -54,7 +54,7 @@ def command(job: str, *, memory: bool, device_memory: float | None, **options: U
 
     request = resolve(job_of((job,), **options), options["run_id"])
     if not memory and device_memory is None:
-        click.echo(plan_as_text(request, make_plan(request)))
+        click.echo(plan_as_text(request, make_plan(request), draws=True))
         return
     for line in format_memory(request.job, request.num_ranks, device_memory):
         click.echo(line)

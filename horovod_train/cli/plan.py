@@ -1,22 +1,61 @@
-"""Output of ``--dry-run``."""
+"""Output of ``--dry-run`` and of ``plan``."""
 
 from __future__ import annotations
 
-from horovod_train.config.strategies import axes_of, batch_size_of_lr
+from collections.abc import Iterator
+
+from horovod_train.config.schema import Job
+from horovod_train.config.strategies import axes_of
 from horovod_train.events.text import learning_rate
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
-from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.lr.arguments import ArgumentSchedules
+from horovod_train.lr.chart import chart
+from horovod_train.lr.policy import policy_of
 from horovod_train.registry import SCRIPT
 
+ARGUMENT_HEIGHT = 3
 
-def plan_as_text(request: LaunchRequest, plan: LaunchPlan) -> str:
-    """Return the launch plan of a job as text, preceded by the learning rate unless the job is a script."""
+
+def plan_as_text(request: LaunchRequest, plan: LaunchPlan, *, draws: bool = False) -> str:
+    """Return the launch plan of a job as text, preceded by the learning rate unless the job is a script.
+
+    Args:
+        request: The job and its ranks.
+        plan: The launch plan.
+        draws: Also draw the learning rate, and the schedules of the optimizer's arguments, as charts.
+
+    Raises:
+        UserError: The learning rate is not valid at this number of ranks.
+    """
     job = request.job
     if job.framework == SCRIPT:  # a script sets its own learning rate
         return plan.as_text()
     num_data_ranks = axes_of(job.strategy, request.num_ranks).data
     global_batch_size = job.global_batch_size(num_data_ranks)
-    peak_lr = LearningRatePolicy(job.lr, batch_size_of_lr(job, num_data_ranks), job.train.epochs).peak_lr
-    lr = learning_rate(job.lr.scaling, job.lr.base_lr, job.lr.reference_batch_size, peak_lr)
+    policy = policy_of(job, num_data_ranks)
+    policy.check()
+    lr = learning_rate(job.lr.scaling, job.lr.base_lr, job.lr.reference_batch_size, policy.peak_lr)
     batch = f"{request.num_ranks} rank(s), global batch {global_batch_size}"
-    return f"# learning rate {lr} ({batch})\n{plan.as_text()}"
+    lines = [f"# learning rate {lr} ({batch})", *(charts(job, num_data_ranks) if draws else ())]
+    return "\n".join([*lines, plan.as_text()])
+
+
+def charts(job: Job, num_data_ranks: int) -> Iterator[str]:
+    """Yield charts of the schedules of a job on a number of data-parallel ranks, as comment lines."""
+    policy, epochs = policy_of(job, num_data_ranks), job.train.epochs
+    warmup = job.train.batch_warmup
+    notes = [
+        "the largest possible rate: AdaScale multiplies the base rate by the measured gain"
+        if policy.scaled.follows_gain
+        else "",
+        "without reductions on a plateau" if job.lr.decay == "plateau" else "",
+        f"the batch grows from {warmup.start} samples during {warmup.epochs:g} epochs" if warmup else "",
+    ]
+    yield from (f"# {note}" for note in notes if note)
+    gain = policy.scaled.rate if policy.scaled.follows_gain else None
+    yield from (f"# {line}" for line in chart(lambda at: policy.at(at, gain=gain), epochs))
+    schedules = ArgumentSchedules(job.optimizer.schedules, epochs)
+    for name in job.optimizer.schedules:
+        yield f"# optimizer.schedules.{name}"
+        lines = chart(lambda at, name=name: schedules.at(at)[name], epochs, height=ARGUMENT_HEIGHT)  # type: ignore[misc]
+        yield from (f"# {line}" for line in lines)

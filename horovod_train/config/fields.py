@@ -31,6 +31,9 @@ def slots_of(entry: str) -> int:
 Fraction = Annotated[float, Field(gt=0, le=1)]
 """Number greater than 0, at most 1."""
 
+Points = list[Annotated[list[Annotated[float, Field(ge=0, le=1e12)]], Field(min_length=2, max_length=2)]]
+"""List of [epoch, value]; both are not negative."""
+
 HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
 """Name or IPv4 address of a host."""
 

@@ -306,23 +306,35 @@ def _fault_of(text: str) -> str:
 
 
 def _anchor_paths(tree: Tree, folder: Path, problems: list[Problem]) -> None:
-    """Make the path of a task file absolute, because ranks may start in another folder.
+    """Make paths of files with code absolute, because ranks may start in another folder."""
+    _anchor(tree, "task", "task", folder, problems)
+    if isinstance(lr := tree.get("lr"), dict):
+        for field in ("scaling", "decay"):
+            _anchor(lr, field, f"lr.{field}", folder, problems)
+    optimizer = tree.get("optimizer")
+    if isinstance(optimizer, dict) and isinstance(schedules := optimizer.get("schedules"), dict):
+        for name in schedules:
+            _anchor(schedules, name, f"optimizer.schedules.{name}", folder, problems)
+
+
+def _anchor(section: Tree, field: str, path: str, folder: Path, problems: list[Problem]) -> None:
+    """Make the path in ``file.py:name`` absolute.
 
     A relative path must exist. An absolute path may exist only in an image.
     """
-    task = tree.get("task")
-    if isinstance(task, str):
-        file, colon, attribute = task.rpartition(":")
-        if colon and file.endswith(".py"):
-            try:
-                place = Path(file).expanduser()
-                is_missing = not place.is_absolute() and not (folder / place).is_file()
-            except (OSError, RuntimeError):  # a name that is too long, or `~nobody`: see the rules
-                return
-            if is_missing:
-                problems.append(no_such_file(task, str(folder / place)))
-            # Symbolic links are not resolved: the target folders of a mounted ConfigMap differ between hosts.
-            tree["task"] = f"{os.path.abspath(folder / place)}:{attribute}"  # noqa: PTH100
+    location = section.get(field)
+    file, colon, attribute = location.rpartition(":") if isinstance(location, str) else ("", "", "")
+    if not colon or not file.endswith(".py"):
+        return
+    try:
+        place = Path(file).expanduser()
+        is_missing = not place.is_absolute() and not (folder / place).is_file()
+    except (OSError, RuntimeError):  # a name that is too long, or `~nobody`: see the rules
+        return
+    if is_missing:
+        problems.append(no_such_file(path, str(location), str(folder / place)))
+    # Symbolic links are not resolved: the target folders of a mounted ConfigMap differ between hosts.
+    section[field] = f"{os.path.abspath(folder / place)}:{attribute}"  # noqa: PTH100
 
 
 def _validate(tree: Tree, problems: list[Problem]) -> Job | None:

@@ -36,20 +36,25 @@ def folders_are_valid(job: Job) -> Iterator[Problem]:
             yield Problem(path, shorten(folder), text)
 
 
-def task_file_exists(job: Job) -> Iterator[Problem]:
-    """Require that the file of a task exists; on Kubernetes, it may exist only in the image."""
-    file, _, _ = job.task.rpartition(":")
-    if not file.endswith(".py") or job.launch.launcher == LAUNCHER:
+def code_files_exist(job: Job) -> Iterator[Problem]:
+    """Require that files of the user's code exist; on Kubernetes, they may exist only in the image."""
+    if job.launch.launcher == LAUNCHER:
         return
-    try:
-        is_missing = not Path(file).expanduser().is_file()
-    except (OSError, RuntimeError) as error:  # a name that is too long, or `~nobody`
-        yield Problem("task", shorten(job.task), f"cannot be found: {error}")
-        return
-    if is_missing:
-        yield no_such_file(job.task, file)
+    schedules = {f"optimizer.schedules.{name}": value for name, value in job.optimizer.schedules.items()}
+    locations = {"task": job.task, "lr.scaling": job.lr.scaling, "lr.decay": job.lr.decay, **schedules}
+    for path, location in locations.items():
+        file = location.rpartition(":")[0] if isinstance(location, str) else ""
+        if not file.endswith(".py"):
+            continue
+        try:
+            is_missing = not Path(file).expanduser().is_file()
+        except (OSError, RuntimeError) as error:  # a name that is too long, or `~nobody`
+            yield Problem(path, shorten(location), f"cannot be found: {error}")
+            continue
+        if is_missing:
+            yield no_such_file(path, str(location), file)
 
 
-def no_such_file(task: str, file: str) -> Problem:
-    """Return the problem of a task whose file does not exist."""
-    return Problem("task", repr(task), f"no such file: {file}", "paths start at the job file's folder")
+def no_such_file(path: str, location: str, file: str) -> Problem:
+    """Return the problem of a field whose file does not exist."""
+    return Problem(path, repr(location), f"no such file: {file}", "paths start at the job file's folder")

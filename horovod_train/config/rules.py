@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from horovod_train.config.codecs import arguments_of
 from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.kubernetes_rules import kubernetes_rules
-from horovod_train.config.path_rules import folders_are_valid, task_file_exists
+from horovod_train.config.lr_rules import CODE_TABLES, LR_RULES
+from horovod_train.config.path_rules import code_files_exist, folders_are_valid
 from horovod_train.config.problems import explain, shorten
 from horovod_train.config.schema import Codec, Job, Strategy
 from horovod_train.config.strategies import STRATEGY_SUPPORT
@@ -33,13 +34,6 @@ from horovod_train.registry import (
 )
 
 LOCAL_HOSTS = {"localhost", "127.0.0.1"}
-
-DECAY_FIELDS = {
-    "constant": set[str](),
-    "step": {"milestones_epochs", "gamma"},
-    "cosine": {"end_factor"},
-    "polynomial": {"end_factor", "power"},
-}
 
 
 def names_are_known(job: Job) -> Iterator[Problem]:
@@ -61,6 +55,15 @@ def names_are_known(job: Job) -> Iterator[Problem]:
             yield from _known(f"metrics.trackers.{place}.name", tracker.name, TRACKERS)
     if ":" not in job.task:
         yield from _known("task", job.task, TASKS)
+    yield from rules_and_schedules_are_known(job)
+
+
+def rules_and_schedules_are_known(job: Job) -> Iterator[Problem]:
+    """Require that the scaling rule and the schedule are in their tables, or are import paths."""
+    for path, table in CODE_TABLES.items():
+        name = getattr(job.lr, path.partition(".")[2])
+        if ":" not in name:
+            yield from _known(path, name, table)
 
 
 def _known(path: str, name: str, registry: Registry) -> Iterator[Problem]:
@@ -69,57 +72,6 @@ def _known(path: str, name: str, registry: Registry) -> Iterator[Problem]:
     except UnknownNameError as error:
         known = f"known: {', '.join(sorted(registry.rows))}"
         yield Problem(path, repr(name), f"is not a known {registry.kind}; {known}", error.hint)
-
-
-def learning_rate_is_set_once(job: Job) -> Iterator[Problem]:
-    """Refuse a learning rate in the optimizer's arguments, because ``lr`` sets it in each step."""
-    if "lr" in job.optimizer.args:
-        yield Problem(
-            "optimizer.args.lr",
-            repr(job.optimizer.args["lr"]),
-            "the learning rate is set in each step and would overwrite this",
-            "move it to lr.base_lr",
-        )
-
-
-def decay_has_its_fields(job: Job) -> Iterator[Problem]:
-    """Refuse fields of other decays, and require increasing milestones."""
-    wanted = DECAY_FIELDS[job.lr.decay]
-    every = set().union(*DECAY_FIELDS.values())
-    for field in sorted(job.lr.model_fields_set & (every - wanted)):
-        if getattr(job.lr, field) == type(job.lr).model_fields[field].default:
-            continue
-        owners = [decay for decay, fields in DECAY_FIELDS.items() if field in fields]
-        yield Problem(
-            f"lr.{field}",
-            repr(getattr(job.lr, field)),
-            f"has no effect with decay: {job.lr.decay}",
-            f"it belongs to decay: {' or '.join(owners)}",
-        )
-    milestones = job.lr.milestones_epochs
-    if job.lr.decay == "step" and not milestones:
-        yield Problem(
-            "lr.milestones_epochs", "[]", "decay: step needs at least one milestone", "such as [30, 60]"
-        )
-    if milestones != sorted(set(milestones)):
-        yield Problem("lr.milestones_epochs", str(milestones), "must be strictly increasing")
-
-
-def warmup_fits(job: Job) -> Iterator[Problem]:
-    """Require that warm-up ends before training, and refuse ``warmup_start_lr`` without warm-up."""
-    lr = job.lr
-    if lr.warmup_epochs > job.train.epochs:
-        yield Problem(
-            "lr.warmup_epochs",
-            f"{lr.warmup_epochs:g}",
-            f"must be at most train.epochs = {job.train.epochs}",
-        )
-    if lr.warmup_start_lr is not None and lr.warmup_epochs == 0:
-        yield Problem(
-            "lr.warmup_start_lr",
-            f"{lr.warmup_start_lr:g}",
-            "has no effect without lr.warmup_epochs",
-        )
 
 
 def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
@@ -406,10 +358,8 @@ def script_is_supported(job: Job) -> Iterator[Problem]:
 RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     names_are_known,
     folders_are_valid,
-    task_file_exists,
-    learning_rate_is_set_once,
-    decay_has_its_fields,
-    warmup_fits,
+    code_files_exist,
+    *LR_RULES,
     ranks_fit_the_hosts,
     elastic_is_supported,
     host_settings_belong_to_hosts,

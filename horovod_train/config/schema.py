@@ -19,6 +19,7 @@ from horovod_train.config.fields import (
     VariableName,
 )
 from horovod_train.config.launch import Launch
+from horovod_train.config.optimization import LearningRate, Optimizer
 
 
 class Compile(Section):
@@ -32,6 +33,16 @@ class Compile(Section):
 
     dynamic: bool | None = None
     """Compile for any shape at the first call; null: recompile at the first new shape, then for any shape."""
+
+
+class BatchWarmup(Section):
+    """Growth of the global batch: linear in the epochs, from ``start`` to the global batch of the job."""
+
+    start: Count
+    """Samples per optimizer step at the start of training, over all ranks."""
+
+    epochs: Annotated[float, Field(gt=0, le=1e6)]
+    """Epochs after which the global batch has its full size."""
 
 
 class Train(Section):
@@ -48,6 +59,13 @@ class Train(Section):
 
     accumulation_steps: Annotated[int, Field(ge=1, le=65536)] = 1
     """Micro-batches per optimizer step. Under allreduce, gradients are all-reduced only on the last one."""
+
+    global_batch_size: Count | None = None
+    """Samples per optimizer step over all ranks, for any number of ranks: ``accumulation_steps`` is computed,
+    and ``batch_size_per_rank`` limits the micro-batches. null: the product of both and the ranks."""
+
+    batch_warmup: BatchWarmup | None = None
+    """Start with a smaller global batch, which grows; null: the same global batch in all steps."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast data type of the forward pass; fp16 adds a loss scaler."""
@@ -108,16 +126,6 @@ class Train(Section):
         return {**taken, "compile": {"backend": backend}}
 
 
-class Optimizer(Section):
-    """Optimizer and its arguments. The section ``lr`` sets the learning rate."""
-
-    name: ImportPath | Name = "sgd"
-    """sgd, adam, adamw, lars, lamb, or an import path ``module:Class``."""
-
-    args: dict[str, Any] = {}
-    """Keyword arguments of the optimizer, such as ``momentum: 0.9``."""
-
-
 class Ema(Section):
     """Exponential moving average of the weights, which is evaluated and can be exported."""
 
@@ -132,40 +140,6 @@ class Ema(Section):
 
     evaluate: bool = True
     """Evaluate the average; false: evaluate the trained weights."""
-
-
-class LearningRate(Section):
-    """Base learning rate, batch-size scaling and schedule (see lr/policy.py)."""
-
-    base_lr: Annotated[float, Field(gt=0, le=1e6)] = 0.01
-    """Learning rate tuned for ``reference_batch_size``."""
-
-    reference_batch_size: Count = 32
-    """Global batch size for which ``base_lr`` was tuned."""
-
-    scaling: Literal["linear", "sqrt", "none"] = "linear"
-    """Scaling rule of the rate with the global batch."""
-
-    warmup_epochs: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Length of the linear ramp from the base rate (or ``warmup_start_lr``), in epochs."""
-
-    warmup_start_lr: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    """Initial rate of the ramp; null: the smaller of base and peak rate."""
-
-    decay: Literal["constant", "step", "cosine", "polynomial"] = "constant"
-    """Schedule after warm-up."""
-
-    milestones_epochs: list[Annotated[float, Field(gt=0, le=1e6)]] = []
-    """decay: step. Epochs at which the rate is multiplied by ``gamma``."""
-
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """decay: step. Factor at each milestone."""
-
-    power: Annotated[float, Field(gt=0, le=100)] = 1.0
-    """decay: polynomial. Exponent."""
-
-    end_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """decay: cosine, polynomial. Final rate as a fraction of the scaled rate."""
 
 
 class Data(Section):
@@ -365,6 +339,13 @@ class Metrics(Section):
     grad_norm_every_steps: Count = 50
     """Interval at which the gradient norm is computed, in steps; with clipping, each step."""
 
+    noise_scale_every_steps: Count | None = None
+    """Interval at which the gradient noise scale is measured, in steps; null: never. It needs at least two
+    ranks or micro-batches per step (docs/scaling.md)."""
+
+    noise_scale_groups: bool = False
+    """Also measure the noise scale of each parameter group of the optimizer."""
+
     trackers: list[Tracking] = []
     """Experiment trackers, for example ``[{name: csv}]`` (see docs/monitoring.md)."""
 
@@ -433,4 +414,5 @@ class Job(Section):
 
     def global_batch_size(self, num_ranks: int) -> int:
         """Return the number of samples per optimizer step on a number of data-parallel ranks."""
-        return self.train.batch_size_per_rank * self.train.accumulation_steps * num_ranks
+        train = self.train
+        return train.global_batch_size or train.batch_size_per_rank * train.accumulation_steps * num_ranks

@@ -252,7 +252,9 @@ def strategy_requires_mpi(strategy: Strategy) -> bool:
 def batch_size_of_lr(job: Job, num_data_ranks: int) -> int:
     """Return the batch size with which the learning rate scales: that of all ranks, or of one rank."""
     support = STRATEGY_SUPPORT.get(job.strategy.name)
-    return job.global_batch_size(1 if support is not None and support.lr_follows_rank else num_data_ranks)
+    if support is None or not support.lr_follows_rank:
+        return job.global_batch_size(num_data_ranks)
+    return -(-job.global_batch_size(num_data_ranks) // num_data_ranks)
 
 
 def axes_of(strategy: Strategy, world_size: int) -> Axes:
@@ -273,6 +275,14 @@ def has_model_parallel_ranks(strategy: Strategy) -> bool:
     return support is not None and support.axes is not None
 
 
+def no_noise_scale(reason: str) -> tuple[Refused, ...]:
+    """Return the fields that need the gradient of each rank before it is summed."""
+    return (
+        Refused("lr.scaling", f"adascale: {reason}", "use another rule", values=("adascale",)),
+        Refused("metrics.noise_scale_every_steps", reason, "leave it out, or use allreduce, zero or ddp"),
+    )
+
+
 NO_GRAPHS = Refused(
     "train.cuda_graph", "collectives of torch.distributed are not captured in CUDA graphs", "leave it out"
 )
@@ -283,6 +293,7 @@ PYTORCH_SUMS = (
     NO_GRAPHS,
 )
 SUMMED_IN_PROCESS = (
+    *no_noise_scale("PyTorch sums the gradients of replicas during the backward pass"),
     Refused("allreduce.wire_dtype", "a single process sends no gradients", "use fp32"),
     Refused("allreduce.codec", "a single process sends no gradients", "leave it out"),
     Refused("train.compile", "the model is replicated in each step", "leave it out"),
@@ -292,6 +303,7 @@ NO_FP16 = Refused(
 )
 STAGES_CANNOT = (
     NO_FP16,
+    *no_noise_scale("a rank has a part of the gradient only"),
     Refused("train.channels_last", "stages exchange contiguous tensors", "leave it out"),
     Refused("train.compile", "the strategy calls the stages, not the compiled model", "leave it out"),
     NO_GRAPHS,
@@ -311,6 +323,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("allreduce.wire_dtype", "updates are combined uncompressed", "use fp32"),
             Refused("allreduce.codec", "updates are combined uncompressed", "leave it out"),
             Refused("train.cuda_graph", "ranks exchange their losses in each step", "leave it out"),
+            *no_noise_scale("ranks combine updates, not gradients"),
         ),
         lr_follows_rank=True,
     ),
@@ -320,6 +333,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             NO_FP16,
             Refused("allreduce.wire_dtype", "it would round the weights", "use fp32"),
             Refused("allreduce.codec", "it sends no gradients", "leave it out"),
+            *no_noise_scale("ranks do not sum gradients in each step"),
         ),
     ),
     "data_parallel": StrategySupport(NoArguments, (NO_GRAPHS, *SUMMED_IN_PROCESS)),
@@ -329,6 +343,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
         (
             *PYTORCH_SUMS,
             NO_FP16,
+            *no_noise_scale("PyTorch reduce-scatters gradients during the backward pass"),
             Refused("train.channels_last", "units are gathered as contiguous tensors", "leave it out"),
         ),
     ),
@@ -341,6 +356,8 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("train.compile", "DeepSpeed calls the model, and has hooks in it", "leave it out"),
             NO_FP16,
             Refused("train.channels_last", "weights are gathered as contiguous tensors", "leave it out"),
+            *no_noise_scale("DeepSpeed reduces gradients during the backward pass"),
+            Refused("optimizer.schedules", "DeepSpeed updates with its own optimizer", "leave it out"),
         ),
     ),
     "tensor_parallel": StrategySupport(
@@ -349,6 +366,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             NO_FP16,
             Refused("train.channels_last", "weights are sharded as contiguous tensors", "leave it out"),
             NO_GRAPHS,
+            *no_noise_scale("a rank has a part of the gradient only"),
             Refused(
                 "allreduce.codec",
                 "residuals (unsent parts of gradients) are stored only for whole weights",
@@ -367,6 +385,8 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("allreduce.wire_dtype", "gradients are sent uncompressed", "use fp32"),
             Refused("allreduce.codec", "gradients are sent uncompressed", "leave it out"),
             Refused("train.cuda_graph", "gradients are sent by the host", "leave it out"),
+            *no_noise_scale("ranks do not synchronize in each step"),
+            Refused("optimizer.schedules", "servers update the weights", "leave it out"),
         ),
         lr_follows_rank=True,
         requires_mpi=True,

@@ -48,6 +48,27 @@ class Support:
 def _only_torch() -> tuple[Refused, ...]:
     """Return the fields that only the replica of the framework torch implements."""
     return (
+        Refused(
+            "lr.scaling",
+            "adascale needs the gradients of each rank, which only framework: torch measures",
+            "use another rule, or framework: torch",
+            values=("adascale",),
+        ),
+        Refused(
+            "metrics.noise_scale_every_steps",
+            "the noise scale needs the gradients of each rank, which only framework: torch measures",
+            "leave it out, or use framework: torch",
+        ),
+        Refused(
+            "optimizer.schedules",
+            "schedules of arguments are available only with framework: torch",
+            "leave it out, or use framework: torch",
+        ),
+        Refused(
+            "train.batch_warmup",
+            "the growth of the batch is available only with framework: torch",
+            "leave it out, or use framework: torch",
+        ),
         Refused("ema", "averaging of weights is available only with framework: torch", "leave it out"),
         Refused(
             "train.sync_batch_norm",

@@ -15,7 +15,7 @@ micro-batch is therefore weighted by its part of the step's samples, computed wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -146,15 +146,20 @@ def steps_of_epoch(
     rank: int,
     size: int,
     equal_micro_batches: bool = False,
+    batch_size_at: Callable[[int], int] | None = None,
 ) -> Iterator[StepShare]:
     """Yield a rank's part of every step from a cursor to the end of the epoch.
+
+    A step has ``batch_size_at(cursor)`` samples; None: ``batch_size_per_rank`` x ``accumulation_steps`` x
+    ``size``, which must be the largest possible number.
 
     Every rank yields the same number of steps with the same cursors, so that all ranks take part in every
     collective. With ``equal_micro_batches``, the number of micro-batches is equal, too.
     """
     global_batch = batch_size_per_rank * accumulation_steps * size
     while cursor < num_samples:
-        taken = min(global_batch, num_samples - cursor)
+        wanted = global_batch if batch_size_at is None else batch_size_at(cursor)
+        taken = min(wanted, num_samples - cursor)
         yield share_of_step(
             cursor,
             taken,

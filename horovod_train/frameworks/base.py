@@ -295,6 +295,23 @@ class Bridge(Protocol):
 
 
 @runtime_checkable
+class MeasuresNoise(Protocol):
+    """A replica that may measure the gradient noise scale."""
+
+    noise: Any
+    """Meter with the attribute ``is_due``: whether the next step is measured; None: disabled."""
+
+
+@runtime_checkable
+class SchedulesArguments(Protocol):
+    """A replica whose optimizer's arguments may change between steps."""
+
+    def set_arguments(self, values: Mapping[str, float]) -> None:
+        """Set arguments of the optimizer, such as ``momentum``, for the next step."""
+        ...
+
+
+@runtime_checkable
 class HasDevice(Protocol):
     """A framework that reports its device."""
 

@@ -6,19 +6,16 @@ whether the task computes the loss; the module ``task`` of each framework's pack
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.errors import UserError
-from horovod_train.registry import TASKS, load_attribute, make_task_importable
+from horovod_train.registry import TASKS, load_location
 
 log = logging.getLogger(__name__)
 
@@ -92,24 +89,7 @@ def _instead_of(name: str, task: object, known: Sequence[str]) -> str:
 
 def load_task_class(location: str) -> Any:
     """Import a task's class; raise UserError if it cannot be imported."""
-    if ":" not in location:
-        return TASKS.load(location)
-    file, _, name = location.rpartition(":")
-    if not file.endswith(".py"):
-        make_task_importable(location)
-        return load_attribute(location, what=f"task {location}")
-    module_name = f"horovod_train_task_{Path(file).stem}"
-    if module_name in sys.modules:
-        return load_attribute(f"{module_name}:{name}", what=f"task {location}")
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None or not Path(file).is_file():
-        raise UserError(f"task {location}: no such file", hint="every host needs the file at this path")
-    module = importlib.util.module_from_spec(spec)
-    # Objects that are pickled for loader processes refer to their classes by module name.
-    sys.modules[module_name] = module
-    sys.path.insert(0, str(Path(file).parent))
-    spec.loader.exec_module(module)
-    return load_attribute(f"{module_name}:{name}", what=f"task {location}")
+    return load_location(location, TASKS)
 
 
 def check_is_one_number(shape: Sequence[int]) -> None:

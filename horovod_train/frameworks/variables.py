@@ -55,6 +55,20 @@ def load_blobs(variables: Mapping[str, Variable], blobs: Mapping[str, ArrayBlob]
         variable.assign(from_blob(blobs[name]))
 
 
+def correct_momentum(optimizer: Any, lr: float) -> None:
+    """Multiply the momentum of a Keras SGD optimizer by (new rate / current rate), before the rate is set.
+
+    Keras' momentum contains the rate: v = m v - rate g. With the correction, a step equals that of the form
+    v = m v + g, w = w - rate v (Goyal et al., arXiv:1706.02677, section 3). Other optimizers are unchanged.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    before = float(np.asarray(inner.learning_rate))
+    if before in (0.0, lr):
+        return
+    for momentum in getattr(inner, "momentums", ()):
+        momentum.assign(momentum * (lr / before))
+
+
 def broadcast(world: Communicator, variables: Mapping[str, Variable]) -> None:
     """Assign rank 0's values to the variables of all ranks.
 

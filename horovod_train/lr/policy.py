@@ -6,26 +6,35 @@ global batch and the job's ``lr`` section. A job that resumes on another number 
 .. code-block:: text
 
     k      = global batch / reference batch
-    peak   = base_lr * k          scaling: linear   (Goyal et al. 2017, arXiv:1706.02677)
-             base_lr * sqrt(k)    scaling: sqrt     (Krizhevsky 2014, arXiv:1404.5997)
-             base_lr              scaling: none
+    peak   = base_lr * rule(k)                         the rule of lr.scaling (lr/scaling/)
 
-    e      = epochs passed, w = warmup_epochs, E = epochs of the whole job
+    e      = epochs passed, w = warm-up epochs (scaled by the rule), E = epochs of the whole job
     e < w:   rate = start + (peak - start) * e / w     start = warmup_start_lr, or min(base_lr, peak)
-    e >= w:  rate = peak * decay(e)
+    e >= w:  rate = peak * schedule(e)                 the schedule of lr.decay (lr/schedules/)
 
-    decay  = 1                                               constant
-             gamma ** (number of milestones <= e)            step
-             f + (1 - f) * (1 + cos(pi * t)) / 2             cosine       f = end_factor
-             f + (1 - f) * (1 - t) ** power                  polynomial   t = (e - w) / (E - w)
+Two inputs are measured during training, are equal on all ranks, and are stored in checkpoints: the gain of
+AdaScale and the factor of ``decay: plateau``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Real
 
-from horovod_train.config.schema import LearningRate
+from horovod_train.config.batches import batch_size_at
+from horovod_train.config.optimization import LearningRate
+from horovod_train.config.schema import Job, Train
+from horovod_train.config.strategies import batch_size_of_lr
+from horovod_train.errors import UserError
+from horovod_train.lr.scaling.base import Scaled
+from horovod_train.lr.schedules.base import Position
+from horovod_train.registry import SCALINGS, SCHEDULES, load_location
+
+NUM_CHECKED_POINTS = 101
+"""Number of points at which the rate is computed before training, to find an invalid one early."""
 
 
 @dataclass(frozen=True)
@@ -35,57 +44,124 @@ class LearningRatePolicy:
     Attributes:
         section: The job's ``lr`` section.
         global_batch_size: Samples per optimizer step, over all ranks; under adasum, those of one rank.
-        total_epochs: Length of the whole job; cosine and polynomial decay end there.
+        total_epochs: Length of the whole job.
+        train: The job's ``train`` section, for the growth of the batch.
     """
 
     section: LearningRate
     global_batch_size: int
     total_epochs: float
+    train: Train = field(default_factory=Train)
 
     @property
     def peak_lr(self) -> float:
-        """The base rate, scaled to the global batch.
+        """The base rate, scaled to the global batch; under AdaScale, the largest possible rate.
 
         >>> LearningRatePolicy(LearningRate(base_lr=0.1, reference_batch_size=256), 8192, 90).peak_lr
         3.2
         """
-        return self.section.base_lr * scale_factor(
-            self.section.scaling, self.global_batch_size, self.section.reference_batch_size
-        )
+        return self.section.base_lr * self.scaled.rate
 
-    def at(self, epochs: float) -> float:
-        """Return the rate after a number of epochs, including the fraction of the current epoch."""
-        warmup = self.section.warmup_epochs
+    @cached_property
+    def scaled(self) -> Scaled:
+        """Factors of the scaling rule at the full global batch."""
+        return self._scaled_at(self.global_batch_size)
+
+    @property
+    def warmup_epochs(self) -> float:
+        """Length of the warm-up, scaled by the rule."""
+        return self.section.warmup_epochs * self.scaled.warmup
+
+    def at(self, epochs: float, *, gain: float | None = None, plateau_factor: float = 1.0) -> float:
+        """Return the rate of a step.
+
+        Args:
+            epochs: Epochs passed, including the fraction of the current epoch; under AdaScale, the
+                scale-invariant progress.
+            gain: The measured gain of AdaScale; None: the scaling rule determines the factor.
+            plateau_factor: Product of the reductions of ``decay: plateau``.
+
+        Raises:
+            UserError: A rule or schedule of the user returns an invalid number.
+        """
+        peak = self.section.base_lr * (self._factor_at(epochs) if gain is None else gain)
+        warmup = self.warmup_epochs
         if epochs < warmup:
-            start = self._warmup_start_lr()
-            return start + (self.peak_lr - start) * epochs / warmup
-        return self.peak_lr * self._decay(epochs)
+            given = self.section.warmup_start_lr
+            start = min(self.section.base_lr, peak) if given is None else given
+            rate = start + (peak - start) * epochs / warmup
+        else:
+            rate = peak * self._decay(Position(epochs, warmup, self.total_epochs))
+        return rate * plateau_factor
 
-    def _warmup_start_lr(self) -> float:
-        given = self.section.warmup_start_lr
-        return min(self.section.base_lr, self.peak_lr) if given is None else given
+    def check(self) -> None:
+        """Check the policy before training.
 
-    def _decay(self, epochs: float) -> float:
-        section = self.section
-        if section.decay == "step":
-            return section.gamma ** sum(milestone <= epochs for milestone in section.milestones_epochs)
-        if section.decay == "constant":
-            return 1.0
-        length = self.total_epochs - section.warmup_epochs
-        t = min(1.0, (epochs - section.warmup_epochs) / length) if length > 0 else 1.0
-        shapes: dict[str, float] = {
-            "cosine": (1 + math.cos(math.pi * t)) / 2,
-            "polynomial": (1 - t) ** section.power,
-        }
-        shape = shapes[section.decay]
-        return section.end_factor + (1 - section.end_factor) * shape
+        Raises:
+            UserError: The scaled warm-up is longer than the training, or a rate is invalid.
+        """
+        if self.warmup_epochs > self.total_epochs:
+            raise UserError(
+                f"lr.warmup_epochs: scaling {self.section.scaling} makes the warm-up "
+                f"{self.scaled.warmup:g} times as long at a global batch of {self.global_batch_size}: "
+                f"{self.warmup_epochs:g} epochs, and train.epochs is {self.total_epochs:g}",
+                hint="use fewer ranks, a shorter lr.warmup_epochs, more epochs, or another lr.scaling",
+            )
+        for number in range(NUM_CHECKED_POINTS):
+            self.at(self.total_epochs * number / (NUM_CHECKED_POINTS - 1))
+
+    def _factor_at(self, epochs: float) -> float:
+        if self.train.batch_warmup is None:
+            return self.scaled.rate
+        return self._scaled_at(batch_size_at(self.train, self.global_batch_size, epochs)).rate
+
+    def _scaled_at(self, global_batch_size: int) -> Scaled:
+        scaled = self._rule(global_batch_size / self.section.reference_batch_size)
+        if not isinstance(scaled, Scaled):  # a rule of the user may return the factor of the rate
+            scaled = Scaled(rate=valid(scaled, f"lr.scaling: {self.section.scaling}"))
+        return scaled
+
+    @cached_property
+    def _rule(self) -> Callable[[float], Scaled | float]:
+        rule: Callable[[float], Scaled | float] = load_location(self.section.scaling, SCALINGS)
+        return rule
+
+    @cached_property
+    def _decay(self) -> Callable[[Position], float]:
+        name = self.section.decay
+        if ":" in name:
+            curve = load_location(name, SCHEDULES)
+            return lambda position: valid(curve(position.progress), f"lr.decay: {name}", position.progress)
+        factor = load_location(name, SCHEDULES)
+        return lambda position: factor(position, self.section)
 
 
-def scale_factor(scaling: str, global_batch_size: int, reference_batch_size: int) -> float:
-    """Return the factor by which the base rate is multiplied.
+def policy_of(job: Job, num_data_ranks: int) -> LearningRatePolicy:
+    """Return the learning-rate policy of a job on a number of data-parallel ranks."""
+    return LearningRatePolicy(job.lr, batch_size_of_lr(job, num_data_ranks), job.train.epochs, job.train)
 
-    >>> scale_factor("linear", 128, 32), scale_factor("sqrt", 128, 32), scale_factor("none", 128, 32)
-    (4.0, 2.0, 1.0)
+
+def policy_of_section(
+    section: LearningRate, global_batch_size: int, total_epochs: float
+) -> LearningRatePolicy:
+    """Return a policy for a user's own loop, which has no measured inputs.
+
+    Raises:
+        UserError: The section uses AdaScale or ``decay: plateau``.
     """
-    k = global_batch_size / reference_batch_size
-    return {"linear": k, "sqrt": math.sqrt(k), "none": 1.0}[scaling]
+    policy = LearningRatePolicy(section, global_batch_size, total_epochs)
+    if policy.scaled.follows_gain or section.decay == "plateau":
+        raise UserError(
+            "adascale and decay: plateau depend on measurements of a job, which this loop does not have",
+            hint="use another lr.scaling or lr.decay, or a job (docs/scaling.md)",
+        )
+    return policy
+
+
+def valid(number: object, source: str, progress: float | None = None) -> float:
+    """Return a number that a user's function has returned; raise UserError unless it is finite and >= 0."""
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if not is_number or not 0 <= float(number) < math.inf:  # type: ignore[arg-type]
+        at = "" if progress is None else f" at progress {progress:g}"
+        raise UserError(f"{source} returns {number!r}{at}", hint="return a finite number that is at least 0")
+    return float(number)  # type: ignore[arg-type]

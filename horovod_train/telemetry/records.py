@@ -38,6 +38,13 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class GroupNoiseRecord:
+    """Gradient noise scale of each parameter group in samples, by number of the group."""
+
+    noise_scales: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class WaitRecord:
     """Waits of this rank in some steps, computed after all ranks have exchanged their wait times.
 

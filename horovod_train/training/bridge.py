@@ -43,7 +43,7 @@ class LoopBridge:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self.run.policy.at(self.run.progress.epochs_passed)
+        return self.run.lr_of(self.run.global_batch_size)
 
     @property
     def wants_norm(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import ExitStack
+from itertools import takewhile
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from horovod_train.frameworks.base import PendingOutcome
 from horovod_train.training.actions import Action, ExitPreempted, RestoreCheckpoint, Stop
 from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.plan import plan_epoch
+from horovod_train.training.plateau import after_evaluation
 from horovod_train.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -60,8 +62,9 @@ def train_until_done(run: Run) -> ExitPreempted | None:
 
 def train_epoch(run: Run) -> Action | None:
     """Run the remaining steps of an epoch, until a hook requests an action."""
-    for step in rest_of_epoch(run):
-        lr = run.policy.at(run.progress.epochs_passed)
+    # The length of a training under AdaScale is not known in advance.
+    for step in takewhile(lambda _: not run.is_done, rest_of_epoch(run)):
+        lr = run.lr_of(step.share.num_samples)
         pending = run.replica.step(step, lr, want_norm=run.wants_norm)
         if (action := after_step(run, step, pending, lr)) is not None:
             return action
@@ -90,6 +93,7 @@ def rest_of_epoch(run: Run) -> list[PlannedStep]:
         run.progress,
         batch_size_per_rank=run.job.train.batch_size_per_rank,
         accumulation_steps=run.job.train.accumulation_steps,
+        batch_size_at=run.batch_size_at,
         max_steps=run.num_steps_left,
         equal_micro_batches=run.replica.requires_equal_micro_batches,
     )
@@ -101,7 +105,7 @@ def after_step(run: Run, step: PlannedStep, pending: PendingOutcome, lr: float) 
     Raises:
         NumericError: A loss or gradient was not finite, and the job does not skip such steps.
     """
-    run.progress.advance(step.share.num_samples)
+    run.progress.advance(step.share.num_samples, run.scaled_epochs_of(step.share.num_samples))
     run.pending_steps.add(StepReport(run.progress.step, run.progress.epochs_passed, step.share, lr, pending))
     run.deliver(run.pending_steps.ready())
     run.pending_actions += filter(None, [hook.on_step(run) for hook in run.hooks])
@@ -162,6 +166,7 @@ def finish_epoch(run: Run) -> bool:
     if evaluated:
         evaluate_and_store(run)
         apply_early_stopping(run)
+        reduce_on_plateau(run)
     return evaluated
 
 
@@ -240,11 +245,12 @@ def evaluate_and_store(run: Run) -> None:
 
 
 def wanted_metrics(run: Run) -> dict[str, str]:
-    """Return the metrics used by early stopping and best checkpoints, by job field."""
-    rule, best = run.job.evaluation.early_stopping, run.job.checkpoint.best
+    """Return the metrics used by early stopping, best checkpoints and the learning rate, by job field."""
+    rule, best, plateau = run.job.evaluation.early_stopping, run.job.checkpoint.best, run.job.lr.plateau
     return {
         **({"evaluation.early_stopping.metric": rule.metric} if rule else {}),
         **({"checkpoint.best.metric": best.metric} if best else {}),
+        **({"lr.plateau.metric": plateau.metric} if plateau else {}),
     }
 
 
@@ -260,3 +266,10 @@ def apply_early_stopping(run: Run) -> None:
     else:
         progress.num_without_improvement += 1
     progress.stopped_early = any_rank(run.world, flag=progress.num_without_improvement >= rule.patience)
+
+
+def reduce_on_plateau(run: Run) -> None:
+    """Reduce the learning rate if its metric has not improved for long enough."""
+    rule, progress = run.job.lr.plateau, run.progress
+    if rule is not None:
+        progress.plateau = after_evaluation(progress.plateau, rule, progress.metrics[rule.metric])

@@ -10,32 +10,31 @@ from horovod_train.checkpoint.arrays import ArrayBlob, dump_state, parse_state
 from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.manager import CheckpointManager, Resumed
 from horovod_train.collectives.base import Communicator, allgather_json
-from horovod_train.data.shard import StepShare
 from horovod_train.errors import CheckpointError, NumericError, describe_ranks
-from horovod_train.frameworks.base import Replica, StepOutcome
+from horovod_train.frameworks.base import Replica
 from horovod_train.health.desync import check_before_saving
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import StepRecord
+from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.progress import DataOrder, Progress
 
 
-def record_step(
-    recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: float, step: int, epochs: float
-) -> None:
+def record_step(recorder: Recorder, report: StepReport) -> None:
     """Record one step as metrics of this rank."""
+    outcome = report.outcome
     recorder.record(
         StepRecord(
             seconds=outcome.clock.total_s,
             phase_seconds=dict(outcome.clock.seconds),  # a copy, because it is recorded later
-            num_samples=share.num_local_samples,
-            epochs=epochs,
+            num_samples=report.share.num_local_samples,
+            epochs=report.epochs_passed,
             loss=outcome.loss,
             local_loss=outcome.local_loss,
-            lr=lr,
+            lr=report.lr,
             is_finite=outcome.is_finite,
             own_seconds=outcome.clock.own_s,
-            step=step,
-            numbers=outcome.numbers,
+            step=report.step,
+            numbers=report.numbers,
         )
     )
 

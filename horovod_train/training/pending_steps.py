@@ -8,8 +8,8 @@ while later steps run, and the host must not wait for them in each step. Code th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from time import monotonic, sleep
 
 from horovod_train.data.shard import StepShare
@@ -28,6 +28,7 @@ class StepReport:
         share: This rank's part of the step's samples.
         lr: Learning rate of the step.
         pending_outcome: Future of the result.
+        derived: Numbers that a hook has derived from the results of steps, by name in the catalog of metrics.
     """
 
     step: int
@@ -35,6 +36,12 @@ class StepReport:
     share: StepShare
     lr: float
     pending_outcome: PendingOutcome
+    derived: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> Mapping[str, float | None]:
+        """Numbers of the result, and derived numbers; waits for the result."""
+        return {**self.outcome.numbers, **self.derived}
 
     @property
     def outcome(self) -> StepOutcome:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from horovod_train.errors import UserError
+from horovod_train.training.noise import NoiseMoments
+from horovod_train.training.plateau import PlateauState
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Progress:
         best_metric: Best value of the early-stopping metric so far.
         num_without_improvement: Evaluations since ``best_metric``.
         stopped_early: Whether early stopping has ended training.
+        plateau: Reductions of the learning rate by ``lr.decay: plateau``.
+        noise: Moments of the gradient noise, if they are measured.
+        scaled_epochs: Scale-invariant progress under AdaScale; otherwise equal to ``epochs_passed``.
     """
 
     order: DataOrder
@@ -43,16 +48,20 @@ class Progress:
     best_metric: float | None = None
     num_without_improvement: int = 0
     stopped_early: bool = False
+    plateau: PlateauState = field(default_factory=PlateauState)
+    noise: NoiseMoments = field(default_factory=NoiseMoments)
+    scaled_epochs: float = 0.0
 
     @property
     def epochs_passed(self) -> float:
         """Epochs completed, with the fraction of the current one."""
         return self.epoch + self.cursor / self.order.num_samples
 
-    def advance(self, num_samples: int) -> None:
-        """Count an optimizer step and its samples on all ranks."""
+    def advance(self, num_samples: int, scaled_epochs: float) -> None:
+        """Count an optimizer step, its samples on all ranks, and its scale-invariant progress in epochs."""
         self.step += 1
         self.cursor += num_samples
+        self.scaled_epochs += scaled_epochs
 
     def finish_epoch(self) -> None:
         """Count a completed epoch."""
@@ -87,5 +96,10 @@ class Progress:
                 + "; ".join(changed),
                 hint="restore these settings until the epoch is complete, or use another name",
             )
+        for name, kind in (("plateau", PlateauState), ("noise", NoiseMoments)):
+            found = fields.get(name)  # absent in checkpoints of former versions
+            fields[name] = kind() if found is None else kind(**found)
         for name, value in fields.items():
             setattr(self, name, value)
+        if fields.get("scaled_epochs") is None:
+            self.scaled_epochs = self.epochs_passed

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.batches import batch_size_at
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import num_steps
 from horovod_train.frameworks.base import Reader, Replica
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.lr.scaling.adascale import gain
 from horovod_train.training.actions import Action
 from horovod_train.training.pending_steps import PendingSteps, StepReport
 from horovod_train.training.progress import Progress
@@ -62,12 +65,44 @@ class Run:
         """Samples per optimizer step."""
         return self.job.global_batch_size(self.mesh.data.size)
 
+    def batch_size_at(self, epochs: float) -> int:
+        """Return the samples of the step that begins after a number of epochs."""
+        return batch_size_at(self.job.train, self.global_batch_size, epochs)
+
+    def lr_of(self, num_samples: int) -> float:
+        """Return the learning rate of the next step, which has ``num_samples`` over all ranks."""
+        progress, plateau = self.progress, self.progress.plateau.factor
+        if not self.policy.scaled.follows_gain:
+            return self.policy.at(progress.epochs_passed, plateau_factor=plateau)
+        return self.policy.at(progress.scaled_epochs, gain=self.gain_of(num_samples), plateau_factor=plateau)
+
+    def gain_of(self, num_samples: int) -> float:
+        """Return the gain of AdaScale for a step of ``num_samples``, from the moments measured so far."""
+        noise, reference = self.progress.noise, self.job.lr.reference_batch_size
+        if not noise.num_measured:
+            return min(1.0, num_samples / reference)
+        return gain(noise.covariance, noise.square_norm, num_samples, reference)
+
+    def scaled_epochs_of(self, num_samples: int) -> float:
+        """Return the scale-invariant progress of the next step in epochs; without AdaScale, its epochs."""
+        length = self.progress.order.num_samples
+        if not self.policy.scaled.follows_gain:
+            return num_samples / length
+        return self.gain_of(num_samples) * self.job.lr.reference_batch_size / length
+
+    @property
+    def has_all_epochs(self) -> bool:
+        """Whether the epochs of the job are complete; under AdaScale, its scale-invariant epochs."""
+        if self.policy.scaled.follows_gain:
+            return self.progress.scaled_epochs >= self.job.train.epochs
+        return self.progress.epoch >= self.job.train.epochs
+
     @property
     def is_done(self) -> bool:
         """Whether training is complete or stopped."""
         return (
             self.is_stopped
-            or self.progress.epoch >= self.job.train.epochs
+            or self.has_all_epochs
             or (self.progress.stopped_early and self.job.evaluation.early_stopping is not None)
             or self.num_steps_left == 0
         )
@@ -110,10 +145,17 @@ class Run:
         if self.is_open_ended:
             return 0
         progress, train = self.progress, self.job.train
-        samples = len(self.train_reader)
-        epochs_to_come = max(0, train.epochs - progress.epoch - 1)
-        rest = num_steps(samples, progress.cursor, self.global_batch_size)
-        if progress.epoch >= train.epochs:
-            rest = 0
-        total = progress.step + rest + epochs_to_come * num_steps(samples, 0, self.global_batch_size)
+        if self.policy.scaled.follows_gain:
+            left = max(0.0, train.epochs - progress.scaled_epochs)
+            total = progress.step + math.ceil(left / self.scaled_epochs_of(self.global_batch_size))
+        else:
+            total = progress.step + sum(map(self._steps_left_of, range(progress.epoch, train.epochs)))
         return total if train.max_steps is None else min(total, max(train.max_steps, progress.step))
+
+    def _steps_left_of(self, epoch: int) -> int:
+        samples, size = self.progress.order.num_samples, self.global_batch_size
+        cursor = self.progress.cursor if epoch == self.progress.epoch else 0
+        warmup, count = self.job.train.batch_warmup, 0
+        while warmup is not None and epoch + cursor / samples < warmup.epochs and cursor < samples:
+            cursor, count = cursor + self.batch_size_at(epoch + cursor / samples), count + 1
+        return count + num_steps(samples, min(cursor, samples), size)

@@ -108,7 +108,7 @@ def test_phases_are_the_time_that_steps_take(width, depth, rows):
     """D8: they were false by up to 60 %. A model that the GPU limits, and one that the host does."""
     job = Job.model_validate({"name": "phases", "task": "own:Task", "optimizer": {"name": "adamw"}})
     model = Matrices(width, depth).to(GPU)
-    made = optimizer_of(job, Task(), model)
+    made = optimizer_of(job, Task(), model, 1)
     strategy = SingleRankStrategy()
     strategy.bind(model, made)
     replica = TorchReplica(
@@ -163,7 +163,7 @@ def test_out_of_memory_is_told_with_what_to_change():
 def test_the_optimizer_is_fused_by_itself():
     job = Job.model_validate({"name": "j", "task": "own:Task", "optimizer": {"name": "adamw"}})
 
-    assert optimizer_of(job, Task(), nn.Linear(2, 2).to(GPU)).param_groups[0]["fused"]
+    assert optimizer_of(job, Task(), nn.Linear(2, 2).to(GPU), 1).param_groups[0]["fused"]
 
 
 @pytest.mark.ranks

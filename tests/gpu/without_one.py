@@ -72,7 +72,7 @@ def steps(fields: dict[str, Any], wire_dtype: str | None) -> None:
     """Make four steps alone, or as one of two ranks with a type on the wire."""
     job = Job.model_validate({"name": "j", "task": "own:Task", "optimizer": {"name": "adamw"}, **fields})
     trained = model()
-    optimizer = optimizer_over(job, trained.parameters())
+    optimizer = optimizer_over(job, trained.parameters(), 1)
     assert optimizer.param_groups[0]["fused"]
     world = SingleRank() if wire_dtype is None else TorchSingleRank(size=2)
     strategy = (

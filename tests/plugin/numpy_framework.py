@@ -310,7 +310,7 @@ class NumpyFramework:
         """Return this rank's replica and the readers of training and evaluation data."""
         self.seed(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, ("model", "train_data", "gradient", "metrics"))
-        optimizer = make_optimizer(job, lambda factory, args: factory(**args))
+        optimizer = make_optimizer(job, mesh.data.size, lambda factory, args: factory(**args))
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
         eval_data = getattr(task, "eval_data", None)
         replica = NumpyReplica(task, optimizer, mesh.data)

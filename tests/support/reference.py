@@ -1,4 +1,4 @@
-"""The independent computation: a plain PyTorch loop over the joint batch. Imports nothing of ours."""
+"""The independent computation: a plain PyTorch loop over the joint batch. Of ours, it imports Lamb alone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import pytorch_optimizer
 import torch
 from programs.cases import BATCH_SIZE, NUM_EVAL_SAMPLES, NUM_SAMPLES, Case, Task, data
 
+from horovod_train.frameworks.torch.step.lamb import Lamb  # tests/unit/test_scaling_rules.py: by its formula
+
 FACTORIES = {
     "sgd": torch.optim.SGD,
     "torch.optim:SGD": torch.optim.SGD,
     "adamw": torch.optim.AdamW,
     "torch.optim:Adagrad": torch.optim.Adagrad,
     "lars": pytorch_optimizer.LARS,
-    "lamb": pytorch_optimizer.Lamb,
+    "lamb": Lamb,
 }
 
 

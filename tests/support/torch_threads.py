@@ -13,6 +13,7 @@ from programs import cases
 
 from horovod_train.collectives.log import CollectiveLog
 from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.batches import for_ranks
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import TorchFramework
@@ -144,8 +145,8 @@ def run_of(
 ) -> tuple[TorchFramework, Run]:
     """A run of a job on this rank, ready to begin, with rank 0's weights; data: ranks that share samples."""
     framework = TorchFramework()
-    job = Job.model_validate({**fields, **more})
     mesh = Mesh(world, data or world)
+    job = for_ranks(Job.model_validate({**fields, **more}), mesh.data.size)
     replica, train_reader, eval_reader = framework.prepare(job, mesh)
     replica.broadcast()
     return framework, make_run(job, mesh, replica, train_reader, eval_reader)

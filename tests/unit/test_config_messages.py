@@ -20,6 +20,11 @@ def on_kubernetes(num_ranks=2, **settings):
     return {"launch": {**ON_KUBERNETES, "num_ranks": num_ranks, "kubernetes": {"image": "i:1", **settings}}}
 
 
+FSDP = "PyTorch reduce-scatters gradients during the backward pass"
+CODEC = "the sum of compressed gradients is not the mean of the ranks' gradients"
+SCHEDULES = (
+    "constant, cosine, cosine_restarts, inverse_sqrt, one_cycle, plateau, points, polynomial, step, wsd"
+)
 SAID = [
     # Rules between fields.
     (
@@ -32,7 +37,88 @@ SAID = [
         {"lr": {"decay": "constant", "end_factor": 0.5}},
         "lr.end_factor = 0.5",
         "has no effect with decay: constant",
-        "it belongs to decay: cosine or polynomial",
+        "it belongs to decay: cosine or cosine_restarts or polynomial or wsd or one_cycle",
+    ),
+    (
+        {"lr": {"decay": "plateau"}},
+        "lr.plateau = None",
+        "decay: plateau needs the metric",
+        "such as {metric: loss, mode: min}",
+    ),
+    (
+        {"lr": {"decay": "inverse_sqrt", "warmup_epochs": 0.0}},
+        "lr.warmup_epochs = 0.0",
+        "decay: inverse_sqrt needs a warm-up, whose length is its time scale",
+        "such as 5",
+    ),
+    (
+        {"lr": {"decay": "one_cycle", "warmup_epochs": 1.0}},
+        "lr.warmup_epochs = 1",
+        "decay: one_cycle contains the rise of the rate",
+        "leave it out; set lr.rise_fraction",
+    ),
+    (
+        {"lr": {"decay": "points", "points": [[2, 1.0], [1, 0.5]]}},
+        "lr.points = [[2.0, 1.0], [1.0, 0.5]]",
+        "must be a list of [epoch, value] with increasing epochs",
+        "",
+    ),
+    (
+        {"lr": {"decay": "cosin"}},
+        "lr.decay = 'cosin'",
+        "is not a known schedule; known: constant, cosine, cosine_restarts, inverse_sqrt, one_cycle, plateau, "
+        "points, polynomial, step, wsd",
+        "did you mean 'cosine'?",
+    ),
+    (
+        {"lr": {"scaling": "lwgw"}},
+        "lr.scaling = 'lwgw'",
+        "is not a known scaling rule; known: adam_sqrt, adascale, legw, linear, none, sqrt",
+        "did you mean 'legw'?",
+    ),
+    (
+        {"lr": {"scaling": "adascale"}, "optimizer": {"name": "adamw", "args": {}}},
+        "optimizer.name = 'adamw'",
+        "lr.scaling: adascale is derived for SGD with momentum",
+        "use sgd, or lr.scaling: sqrt or adam_sqrt",
+    ),
+    (
+        {"lr": {"scaling": "adascale"}, "strategy": "fsdp"},
+        "lr.scaling = 'adascale'",
+        "is not supported with strategy: fsdp: adascale: PyTorch reduce-scatters gradients during the backward "
+        "pass",
+        "use another rule",
+    ),
+    (
+        {"metrics": {"noise_scale_every_steps": 10}, "allreduce": {"codec": {"name": "powersgd"}}},
+        "metrics.noise_scale_every_steps = 10",
+        "cannot be combined with allreduce.codec: the sum of compressed gradients is not the mean of the "
+        "ranks' gradients",
+        "leave the codec out",
+    ),
+    (
+        {"metrics": {"noise_scale_groups": True}},
+        "metrics.noise_scale_groups = True",
+        "has no effect without metrics.noise_scale_every_steps",
+        "set both",
+    ),
+    (
+        {"optimizer": {"schedules": {"lr": [[0, 1.0]]}}},
+        "optimizer.schedules.lr",
+        "the learning rate has its own schedule",
+        "use lr.decay",
+    ),
+    (
+        {"optimizer": {"schedules": {"momentum": []}}},
+        "optimizer.schedules.momentum = []",
+        "must be a list of [epoch, value] with increasing epochs",
+        "",
+    ),
+    (
+        {"lr": {"momentum_correction": True}, "optimizer": {"name": "adamw", "args": {}}},
+        "lr.momentum_correction = True",
+        "is a correction for sgd with momentum",
+        "leave it out",
     ),
     (
         {"lr": {"decay": "step", "milestones_epochs": []}},

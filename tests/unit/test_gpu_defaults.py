@@ -60,21 +60,21 @@ class TestFusedOptimizers:
         assert not is_fused_by_default(kind, args, groups)
 
     def test_are_not_chosen_on_a_cpu(self):
-        made = optimizer_over(job(optimizer={"name": "adamw"}), nn.Linear(2, 2).parameters())
+        made = optimizer_over(job(optimizer={"name": "adamw"}), nn.Linear(2, 2).parameters(), 1)
 
         assert not made.param_groups[0]["fused"]
 
     def test_are_asked_of_groups_that_can_be_read_once(self):
         model = nn.Linear(2, 2)
         groups = ({"params": (p for p in [each])} for each in model.parameters())
-        made = optimizer_over(job(), groups)
+        made = optimizer_over(job(), groups, 1)
 
         assert [len(group["params"]) for group in made.param_groups] == [1, 1]
 
     def test_are_what_a_job_asks_for(self):
         args = {"name": "adamw", "args": {"fused": True}}
 
-        assert optimizer_over(job(optimizer=args), nn.Linear(2, 2).parameters()).param_groups[0]["fused"]
+        assert optimizer_over(job(optimizer=args), nn.Linear(2, 2).parameters(), 1).param_groups[0]["fused"]
 
 
 def test_matrix_products_have_the_precision_of_the_job():

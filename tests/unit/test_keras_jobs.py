@@ -33,6 +33,26 @@ for sizes, widths in [([4, 4, 2], [5, 5, 5]), ([4], [5]), ([4, 3, 2, 1], [5, 6, 
             np.testing.assert_array_equal(left, right)
 """
 )
+MOMENTUM = (
+    PRELUDE
+    + """
+from horovod_train.frameworks.variables import correct_momentum
+
+rates, gradients = [0.1, 0.2, 0.2, 0.05, 0.4], np.random.RandomState(0).randn(5, 3)
+for nesterov in (False, True):
+    weight = keras.Variable(np.ones(3), dtype="float64")
+    optimizer = keras.optimizers.SGD(rates[0], momentum=0.9, nesterov=nesterov)
+    optimizer.build([weight])
+    expected, velocity = np.ones(3), np.zeros(3)
+    for rate, gradient in zip(rates, gradients):
+        correct_momentum(optimizer, rate)
+        optimizer.learning_rate = rate
+        optimizer.apply([keras.ops.convert_to_tensor(gradient)], [weight])
+        velocity = 0.9 * velocity + gradient  # the form of PyTorch, whose momentum does not contain the rate
+        expected = expected - rate * (gradient + 0.9 * velocity if nesterov else velocity)
+        np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6, atol=1e-6)
+"""
+)
 ALLOCATOR = (
     PRELUDE
     + """
@@ -191,3 +211,8 @@ def test_what_compile_says_is_refused_where_it_would_train_wrong():
 @pytest.mark.parametrize("back_end", ["tensorflow", "torch"])
 def test_gradients_of_different_variables_have_exchanges_of_different_names(back_end):
     run(UNUSED, back_end)
+
+
+@pytest.mark.parametrize("back_end", ["tensorflow", "torch", "jax"])
+def test_corrected_momentum_is_that_of_an_sgd_whose_momentum_has_no_rate(back_end):
+    run(MOMENTUM, back_end)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_train.config.schema import LearningRate
+from horovod_train.config.optimization import LearningRate
 from horovod_train.lr.policy import LearningRatePolicy
 
 

@@ -15,11 +15,11 @@ ORDER = DataOrder(num_samples=10, seed=3, shuffle=True)
 def test_steps_and_epochs_are_counted():
     progress = Progress(ORDER)
     for _ in range(2):
-        progress.advance(4)
+        progress.advance(4, 0.0)
 
     assert (progress.step, progress.epoch, progress.cursor) == (2, 0, 8)
     assert progress.epochs_passed == 0.8
-    progress.advance(2)
+    progress.advance(2, 0.0)
     progress.finish_epoch()
     assert (progress.step, progress.epoch, progress.cursor) == (3, 1, 0)
     assert progress.epochs_passed == 1.0
@@ -36,6 +36,9 @@ def test_a_beginning_is_noted_as_one():
         "best_metric": None,
         "num_without_improvement": 0,
         "stopped_early": False,
+        "plateau": {"factor": 1.0, "best": None, "num_without_improvement": 0, "cooldown": 0},
+        "noise": {"covariances": [], "square_norms": [], "num_measured": 0},
+        "scaled_epochs": 0.0,
     }
 
 
@@ -43,7 +46,7 @@ def test_what_an_evaluation_found_is_of_the_weights_of_that_step():
     progress = Progress(ORDER, metrics={"loss": 0.5}, metrics_step=0)
     assert progress.current_metrics == {"loss": 0.5}
 
-    progress.advance(1)
+    progress.advance(1, 0.0)
 
     assert progress.current_metrics == {}
 

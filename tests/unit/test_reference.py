@@ -23,6 +23,7 @@ SECTIONS = {
     "metrics.basic_auth": {"username": "u", "password_file": "/p"},
     "metrics.trackers.0": {"name": "csv"},
     "evaluation.early_stopping": {"metric": "loss", "mode": "min"},
+    "lr.plateau": {"metric": "loss", "mode": "min"},
     "checkpoint.best": {"metric": "loss", "mode": "min"},
     "launch.elastic": {"min_ranks": 2},
     "launch.host_settings.HOST": {},
@@ -57,6 +58,8 @@ def job_with(section, **fields):
         return {**job, **fields}
     if section in SECTIONS:  # some are about hosts
         job["launch"] = {"hosts": ["HOST:2"]}
+    if section == "lr.plateau":
+        job["lr"] = {"decay": "plateau"}
     at = job
     *outer, last = section.removesuffix(".0").split(".")
     for part in outer:

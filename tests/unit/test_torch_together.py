@@ -509,7 +509,7 @@ class TestThePartsOfAJob:
         )
 
         with pytest.raises(UserError, match="is a dict, not a torch optimizer"):
-            optimizer_of(job, object(), nn.Linear(1, 1))
+            optimizer_of(job, object(), nn.Linear(1, 1), 1)
 
     def test_augmentation_depends_on_the_sample_and_not_on_who_reads_it(self):
         class Noisy:

@@ -55,6 +55,7 @@ class JaxFramework:
         eval_data = getattr(task, "eval_data", None)
         optimizer = make_optimizer(
             job,
+            world.size,
             lambda factory, args: optax.inject_hyperparams(factory, static_args=tuple(args))(
                 learning_rate=job.lr.base_lr, **args
             ),

@@ -74,7 +74,7 @@ class KerasFramework:
         if not model.built:
             model(self._train_reader.first()[0])
         optimizer = distribute(
-            make_optimizer(job, partial(self._make_optimizer, job)),
+            make_optimizer(job, world.size, partial(self._make_optimizer, job)),
             world,
             bucket_size_mib=job.allreduce.bucket_size_mib,
             wire_dtype=job.allreduce.wire_dtype,
@@ -141,6 +141,9 @@ class KerasFramework:
         return [float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))]
 
     def _write_rate(self, rates: list[float]) -> None:
+        if self._job.lr.momentum_correction:
+            back_end().sync_variables(self.model)
+            variables.correct_momentum(self.model.optimizer, rates[0])
         set_learning_rate(self.model, rates[0])
 
     def _make_optimizer(self, job: Job, factory: Any, args: Mapping[str, Any]) -> keras.Optimizer:

@@ -74,7 +74,7 @@ class LightningFramework(TorchBased):
         parameters = [p for p in module.parameters() if p.requires_grad]
         # Lightning refuses to clip for a fused optimizer with mixed precision.
         may_fuse = job.train.precision == "fp32" or job.train.clip_grad_norm is None
-        optimizer = optimizer_over(job, parameters, may_fuse=may_fuse)
+        optimizer = optimizer_over(job, parameters, world.size, may_fuse=may_fuse)
         module.configure_optimizers = lambda: optimizer  # type: ignore[assignment]
         read = reader_factory(job, device)
         eval_data = getattr(self._task, "eval_data", None)

@@ -52,7 +52,9 @@ class MxnetFramework:
         model.collect_params().reset_ctx(context)
         if any(not param.shape or 0 in param.shape for param in model.collect_params().values()):
             task.loss(model, to_arrays(train_reader.first(), context))  # initializes shapes
-        optimizer = make_optimizer(job, lambda factory, args: factory(learning_rate=job.lr.base_lr, **args))
+        optimizer = make_optimizer(
+            job, world.size, lambda factory, args: factory(learning_rate=job.lr.base_lr, **args)
+        )
         replica = MxnetReplica(
             model=model,
             optimizer=optimizer,

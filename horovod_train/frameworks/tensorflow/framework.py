@@ -69,7 +69,7 @@ class TensorflowFramework:
         replica = TensorflowReplica(
             model=model,
             optimizer=make_optimizer(
-                job, lambda factory, args: factory(learning_rate=job.lr.base_lr, **args)
+                job, world.size, lambda factory, args: factory(learning_rate=job.lr.base_lr, **args)
             ),
             world=world,
             job=job,

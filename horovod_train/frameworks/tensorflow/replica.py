@@ -70,6 +70,7 @@ class TensorflowReplica(VariablesReplica):
             raise UserError("the model trains nothing", hint="is any of its layers trainable?")
         optimizer.build(self._trained)
         self._tensors = [tf_variable(v) for v in self._trained]
+        self._corrects_momentum = job.lr.momentum_correction
         self._bytes_per_step = self._sums.bytes_on_wire(self._tensors)
         self._statistics_before: list[tf.Tensor] = []
         self._accumulated = [
@@ -90,6 +91,8 @@ class TensorflowReplica(VariablesReplica):
         """Perform one optimizer step with this rank's micro-batches. Collective."""
         clock = StepClock()
         self._statistics_before = [v.numpy() for v in self._statistics] if self._guard_gradients else []
+        if self._corrects_momentum:
+            variables.correct_momentum(self.optimizer, lr)
         self.optimizer.learning_rate = lr
         local_loss = 0.0
         scale = tf.constant(self.scale.scale)

@@ -52,6 +52,7 @@ from horovod_train.frameworks.torch.state.local_tensors import whole_model
 from horovod_train.frameworks.torch.state.meta_weights import load_initial, meta_parameters
 from horovod_train.frameworks.torch.state.optimizer import explain_closure, optimizer_over
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder, Recorder
+from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, make_strategy
@@ -116,7 +117,8 @@ class TorchFramework(TorchBased):
         )
         with refused(job, is_explained) if is_verified(job) else nullcontext():
             model = strategy.wrap(model, move_to_device)
-            optimizer = optimizer_of(job, task, model)
+            optimizer = optimizer_of(job, task, model, mesh.data.size)
+            strategy.noise = noise_meter_of(job, optimizer, device, strategy)
             strategy.bind(model, optimizer)
             forward_model: torch.nn.Module = model
             if job.train.compile is not None:
@@ -134,6 +136,7 @@ class TorchFramework(TorchBased):
             flops=FlopCounter(is_enabled=wants_flops(job, device.type)),
             health=job.health,
             ema=job.ema,
+            noise=strategy.noise,
         )
         if is_verified(job) and can_be_copied(task, mesh):
             reference = reference_replica(job, mesh, plain_task, device)
@@ -162,6 +165,17 @@ class TorchFramework(TorchBased):
 def is_verified(job: Job) -> bool:
     """Return whether the first steps under the job's strategy are compared with those of the plain model."""
     return job.health.verify_strategy and job.strategy.name in VERIFIED
+
+
+def noise_meter_of(
+    job: Job, optimizer: torch.optim.Optimizer, device: torch.device, strategy: Strategy
+) -> NoiseMeter | None:
+    """Return the meter of the gradient noise scale; None: the job does not measure it."""
+    if job.metrics.noise_scale_every_steps is None and job.lr.scaling != "adascale":
+        return None
+    return NoiseMeter(
+        optimizer, by_group=job.metrics.noise_scale_groups, device=device, has_parts=strategy.measures_parts
+    )
 
 
 def can_be_copied(task: TorchTask, mesh: Mesh) -> bool:
@@ -210,7 +224,7 @@ def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.devic
         plain = make_model(task, strategy, initial_weights(job))
         TorchFramework.synchronize(plain, job, mesh, prefix="verify.batch_norm")
         model = DevicePlacement(device, job.train)(plain)
-        optimizer = optimizer_of(job, task, model)
+        optimizer = optimizer_of(job, task, model, mesh.data.size)
         strategy.bind(model, optimizer)
     return TorchReplica(
         task=task,
@@ -343,7 +357,9 @@ def make_model(task: TorchTask, strategy: Strategy, weights: StoredArrays | None
     return model
 
 
-def optimizer_of(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(
+    job: Job, task: TorchTask, model: torch.nn.Module, num_data_ranks: int
+) -> torch.optim.Optimizer:
     """Return the job's optimizer of the model's parameters, or of the task's parameter groups.
 
     Raises:
@@ -351,5 +367,5 @@ def optimizer_of(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.opt
     """
     groups = getattr(task, "param_groups", None)
     return optimizer_over(
-        job, groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
+        job, groups(model) if groups else [p for p in model.parameters() if p.requires_grad], num_data_ranks
     )

@@ -87,7 +87,7 @@ class TransformersFramework(TorchBased):
         report_unused_methods(self._task, (*REQUIRED, *OPTIONAL), world)
         model = DevicePlacement(device, job.train)(self._task.model())
         parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = optimizer_over(job, parameters)
+        optimizer = optimizer_over(job, parameters, world.size)
         collate = getattr(self._task, "collate", default_data_collator)
         read = reader_factory(job, device, collate=collate)
         eval_data = getattr(self._task, "eval_data", None)

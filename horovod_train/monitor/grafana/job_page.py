@@ -125,6 +125,15 @@ SPEED = (
         panel("graph", metric.shown, metric.question, (same_on_all(metric.name), _JOB))
         for metric in SHOWN_NUMBERS.values()
     ),
+    panel(
+        "graph",
+        "Gradient noise scale by parameter group",
+        "Critical batch size of each parameter group, in samples. Empty unless the job measures it.",
+        (
+            same_on_all("horovod_train_group_noise_scale_samples", "training_job, run, group"),
+            f"{_JOB} group {{{{group}}}}",
+        ),
+    ),
 )
 
 _WRITE = "horovod_train_checkpoint_write_seconds"

@@ -23,8 +23,7 @@ class RecordMetrics(Hook):
 
     def on_reading(self, run: Run, report: StepReport) -> None:
         """Record the step."""
-        step, epochs = report.step, report.epochs_passed
-        record_step(self._recorder, report.share, report.outcome, report.lr, step, epochs)
+        record_step(self._recorder, report)
 
     def on_evaluation(self, run: Run, *, begins: bool) -> None:
         """Record the begin and the end of an evaluation, during which no steps are performed."""

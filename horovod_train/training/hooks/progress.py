@@ -73,25 +73,28 @@ class ReportProgress(Hook):
 
     def _report(self, run: Run, now_s: float, report: StepReport) -> None:
         self._unreported = None
+        if run.policy.scaled.follows_gain:  # the number of steps depends on the gains that are measured
+            self._num_steps = run.planned_steps()
         self._recent.append((now_s, self._samples))
         while len(self._recent) > 2 and now_s - self._recent[0][0] > self.WINDOW_S:
             self._recent.popleft()
         since_s, before = self._recent[0]
         samples_per_s = (self._samples - before) / max(1e-9, now_s - since_s)
+        has_unknown_length = run.is_open_ended or run.policy.scaled.follows_gain
         samples_left = max(0, self._num_steps - report.step) * run.global_batch_size
         self._reporter.report(
             Progress(
                 step=report.step,
                 num_steps=self._num_steps,
                 epoch=int(report.epochs_passed)
-                if run.is_open_ended
+                if has_unknown_length
                 else min(int(report.epochs_passed), run.job.train.epochs - 1),
-                num_epochs=0 if run.is_open_ended else run.job.train.epochs,
+                num_epochs=0 if has_unknown_length else run.job.train.epochs,
                 loss=report.outcome.loss,
                 lr=report.lr,
                 samples_per_s=samples_per_s,
                 eta_s=samples_left / samples_per_s if self._num_steps else None,
-                numbers=shown_numbers(report.outcome.numbers),
+                numbers=shown_numbers(report.numbers),
             )
         )
 

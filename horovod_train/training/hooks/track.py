@@ -39,7 +39,7 @@ class Track(Hook):
     def on_reading(self, run: Run, report: StepReport) -> None:
         """Log the result of a step."""
         outcome = report.outcome
-        values = {"loss": outcome.loss, "lr": report.lr, **shown_numbers(outcome.numbers)}
+        values = {"loss": outcome.loss, "lr": report.lr, **shown_numbers(report.numbers)}
         if outcome.grad_norm is not None:
             values["grad_norm"] = outcome.grad_norm
         self._trackers.log_step(report.step, report.epochs_passed, values)

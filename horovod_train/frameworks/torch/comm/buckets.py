@@ -37,6 +37,11 @@ class Bucket:
         message: Sums the gradients over ranks.
         gradients: The sums in the parameters' data type; ``message.body`` itself if data types are equal.
             Complex gradients are stored as pairs of real and imaginary part.
+        parameters: The parameters, in the order of their gradients.
+        packed: Views of ``message.body``, one for each parameter.
+        num_missing: Gradients that the backward pass has not computed yet.
+        is_complete: Whether all gradients of this rank are packed.
+        is_sent: Whether the collectives have started.
     """
 
     def __init__(
@@ -54,8 +59,11 @@ class Bucket:
             Slot(parameter, index, in_form_of(parameter, sums[name]), laid_out(packed[name], parameter))
             for index, name, parameter in members
         ]
+        self.parameters = [slot.parameter for slot in self.slots]
+        self.packed = [slot.packed for slot in self.slots]
         self.num_missing = len(self.slots)
         self.is_sent = False
+        self.is_complete = False
 
     def unpack(self) -> None:
         """Convert the sum to the parameters' data type."""

@@ -9,6 +9,7 @@ bitwise reproducible. A trailer is summed in each step, within the last bucket o
 
     used      one flag per parameter: this rank has its gradient. The ``grad`` of a parameter that no rank
               uses remains None, as in a single process
+    noise     sums of the parts of the step, for the gradient noise scale (``step/noise.py``), if enabled
     changed   flag: this rank's set of trained parameters has changed
     loss      this rank's part of the loss; the sum is the loss of the step
 """
@@ -35,15 +36,21 @@ from horovod_train.frameworks.torch.comm.buckets import (
     to_local,
 )
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
+from horovod_train.frameworks.torch.step.noise import NoiseMeter
 
 MAX_WAIT_S = 1.0
 POLL_S = 0.0003
 
 
 class Trailer:
-    """Numbers that ranks sum with the gradients of a step, stored in shape [number of parameters + 2].
+    """Numbers that ranks sum with the gradients of a step, stored in a flat tensor.
+
+    Args:
+        numbers: Shape [number of parameters + ``num_noise`` + 2].
+        num_noise: Number of elements of ``noise``.
 
     Attributes:
+        noise: Sums for the gradient noise scale, shape [num_noise].
         used: Number of ranks that have a gradient, by parameter. Before the sum: 0 or 1.
         changed: Number of ranks whose set of trained parameters has changed, shape [].
         loss: The loss, shape [].
@@ -51,8 +58,10 @@ class Trailer:
 
     NUM_FIXED = 2
 
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self.used, self.changed, self.loss = numbers[: -self.NUM_FIXED], numbers[-2], numbers[-1]
+    def __init__(self, numbers: torch.Tensor, num_noise: int = 0) -> None:
+        num_others = num_noise + self.NUM_FIXED
+        self.used, self.noise = numbers[:-num_others], numbers[-num_others : -self.NUM_FIXED]
+        self.changed, self.loss = numbers[-2], numbers[-1]
 
     def write(self, used: Sequence[bool] | None, loss: torch.Tensor, *, is_changed: bool) -> None:
         """Write this rank's numbers; ``used=None``: all parameters are used."""
@@ -75,6 +84,7 @@ class GradientPipeline:
         bucket_size_bytes: Approximate size of a bucket.
         name: Prefix of the names of collectives.
         refuse: Called before a gradient is packed; raises if a backward pass is not allowed now.
+        noise: Measures the norms of this rank's gradients; None: they are not measured.
         max_in_flight: Largest number of buckets in flight before a rank waits for the oldest; None: no limit.
 
     Attributes:
@@ -93,12 +103,14 @@ class GradientPipeline:
         bucket_size_bytes: int,
         name: str,
         refuse: Callable[[], None] = lambda: None,
+        noise: NoiseMeter | None = None,
         max_in_flight: int | None = None,
     ) -> None:
         self.parameters = list(named.values())
         self._ranks, self._name, self._refuse = ranks, name, refuse
-        self._max_in_flight = max_in_flight
-        length = len(self.parameters) + Trailer.NUM_FIXED
+        self._max_in_flight, self._noise = max_in_flight, noise
+        num_noise = 0 if noise is None else noise.length
+        length = len(self.parameters) + num_noise + Trailer.NUM_FIXED
         self.buckets = make_buckets(named, bucket_size_bytes, make, length)
         own = self.buckets[-1].message.trailer
         self._separate_trailer: torch.Tensor | None = None
@@ -107,7 +119,7 @@ class GradientPipeline:
             dtype = torch.float64 if wide else torch.float32
             own = torch.zeros(length, dtype=dtype, device=self.parameters[0].device)
             self._separate_trailer = own
-        self.trailer = Trailer(own)
+        self.trailer = Trailer(own, num_noise)
         self.pass_bytes = sum(bucket.message.size_bytes for bucket in self.buckets)
         self.sent_bytes = 0
         self._is_listening = False
@@ -143,6 +155,7 @@ class GradientPipeline:
         """Complete the sums of the previous backward pass; pack and send gradients in the next one."""
         if self._is_listening:
             self.send_rest()
+            self._end_part()
             self.receive()
         self._is_listening = True
 
@@ -166,6 +179,10 @@ class GradientPipeline:
             for had, parameter in zip(self.has_gradient, self.parameters, strict=True)
         ]
         all_used = all(used)
+        self._pack_rest()
+        self._end_part()
+        if self._noise is not None:
+            self.trailer.noise.copy_(self._noise.local)
         self.trailer.write(None if all_used else used, loss, is_changed=is_changed)
         handle = None
         if self._separate_trailer is not None:
@@ -174,18 +191,39 @@ class GradientPipeline:
         self.receive()
         if handle is not None:
             self._ranks.wait(handle)
+        if self._noise is not None:
+            self._noise.receive(self.trailer.noise)
         self.has_gradient = [False] * len(self.parameters)
         return all_used
 
     def send_rest(self) -> None:
         """Send the buckets that were not sent; gradients that are missing are zero."""
         self._is_listening = False
+        self._pack_rest()
         for number, bucket in enumerate(self.buckets):
             if not bucket.is_sent:
-                for slot in bucket.slots:
-                    if not self._is_packed[slot.index]:
-                        self._pack(bucket, slot)
                 self._send(number)
+
+    def _pack_rest(self) -> None:
+        """Pack the gradients that were not packed in the backward pass, and measure their buckets."""
+        for bucket in self.buckets:
+            if bucket.is_complete:
+                continue
+            for slot in bucket.slots:
+                if not self._is_packed[slot.index]:
+                    self._pack(bucket, slot)
+            self._complete(bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Record that a bucket contains all gradients of this rank, and measure them."""
+        bucket.is_complete = True
+        if self._noise is not None and self._noise.is_due:
+            self._noise.add_gradients(bucket.parameters, bucket.packed)
+
+    def _end_part(self) -> None:
+        """Complete a part of the step, whose gradients this rank passes to collectives."""
+        if self._noise is not None and self._noise.is_due:
+            self._noise.end_part()
 
     def receive(self) -> None:
         """Wait for all collectives; the second round of a bucket overlaps the first rounds of others."""
@@ -193,7 +231,7 @@ class GradientPipeline:
             self._advance()
         self.sent_bytes += self.pass_bytes
         for bucket in self.buckets:
-            bucket.is_sent = False
+            bucket.is_sent = bucket.is_complete = False
             bucket.num_missing = len(bucket.slots)
         self._is_packed = [False] * len(self.parameters)
 
@@ -210,8 +248,10 @@ class GradientPipeline:
                 raise gradient_reduced_already()
             self._pack(bucket, slot)
             bucket.num_missing -= 1
-            if bucket.num_missing == 0 and not has_trailer:
-                self._send(number)
+            if bucket.num_missing == 0:
+                self._complete(bucket)
+                if not has_trailer:
+                    self._send(number)
 
         return on_gradient
 

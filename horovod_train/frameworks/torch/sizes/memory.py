@@ -80,7 +80,7 @@ def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Siz
             saved_activations(model, lambda: loss_of(job, task, model, fake)), budget_mib
         )
     recompute_activations(model, layers)
-    optimizer = optimizer_of(job, task, model)
+    optimizer = optimizer_of(job, task, model, 1)
     loss_of(job, task, model, fake).backward()  # type: ignore[no-untyped-call]
     optimizer.step()  # creates its state
     if job.train.accumulation_steps == 1:

@@ -10,30 +10,37 @@ import torch
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.frameworks.callbacks import GuardedLearningRate
-from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.optimizers import ArgumentScaling, make_optimizer
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that have a fused form for GPUs."""
 
 
-def optimizer_over(job: Job, parameters: Iterable[Any], *, may_fuse: bool = True) -> torch.optim.Optimizer:
+def optimizer_over(
+    job: Job, parameters: Iterable[Any], num_data_ranks: int, *, may_fuse: bool = True
+) -> torch.optim.Optimizer:
     """Create the job's optimizer.
 
     Args:
         job: The job.
         parameters: Parameters or parameter groups, in any form that PyTorch's optimizers accept.
+        num_data_ranks: Number of data-parallel ranks, for arguments that follow the global batch.
         may_fuse: On a GPU, choose the fused form if the job does not specify the form.
 
     Raises:
         UserError: The optimizer is unknown, or its arguments are invalid.
     """
-    groups = [_with_list(group, job.lr.base_lr) if isinstance(group, dict) else group for group in parameters]
+    scaling = ArgumentScaling.of(job, num_data_ranks)
+    groups = [
+        scaling.scaled(_with_list(group, job.lr.base_lr)) if isinstance(group, dict) else group
+        for group in parameters
+    ]
 
     def make(factory: Callable[..., Any], args: Mapping[str, Any]) -> Any:
         fused = {"fused": True} if may_fuse and is_fused_by_default(factory, args, groups) else {}
         return factory(groups, lr=job.lr.base_lr, **args, **fused)
 
-    optimizer = make_optimizer(job, make)
+    optimizer = make_optimizer(job, num_data_ranks, make)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"optimizer {job.optimizer.name!r} is a {type(optimizer).__name__}, not a torch optimizer"
@@ -93,6 +100,48 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: float, rounded: Callable[[fl
     """Set the learning rate of each group to ``lr`` times the group's ``lr_scale``, passed to ``rounded``."""
     for group, rate in zip(optimizer.param_groups, rates_of_groups(optimizer, lr), strict=True):
         group["lr"] = rounded(rate)
+
+
+BETAS = {"beta1": 0, "beta2": 1}
+"""Names of the elements of ``betas`` in ``optimizer.schedules``."""
+
+
+class ScheduledArguments:
+    """Arguments of an optimizer that follow schedules, such as ``momentum`` and ``beta1``.
+
+    A parameter group with its own value keeps the ratio of this value to the optimizer's default. If the
+    default is 0, or the argument is one of ``betas``, such a group keeps its value.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+    def set(self, values: Mapping[str, float]) -> None:
+        """Set the values of the next step.
+
+        Raises:
+            UserError: The optimizer has no such argument.
+        """
+        defaults = self._optimizer.defaults
+        for name, value in values.items():
+            key = "betas" if name in BETAS else name
+            if key not in defaults:
+                raise UserError(
+                    f"optimizer.schedules.{name}: {type(self._optimizer).__name__} has no such argument",
+                    hint=f"its arguments are {', '.join(sorted(defaults))}",
+                )
+            for group, own in zip(self._optimizer.param_groups, self._own, strict=True):
+                if own[key] == defaults[key]:
+                    group[key] = self._replaced(group[key], name, value)
+                elif name not in BETAS and defaults[key]:
+                    group[key] = value * own[key] / defaults[key]
+
+    @staticmethod
+    def _replaced(before: Any, name: str, value: float) -> Any:
+        if name not in BETAS:
+            return value
+        return tuple(value if at == BETAS[name] else beta for at, beta in enumerate(before))
 
 
 def rates_of_groups(optimizer: torch.optim.Optimizer, lr: float) -> list[float]:

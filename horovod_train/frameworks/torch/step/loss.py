@@ -8,6 +8,8 @@ loss and the gradients are divided by the total count.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 
 from horovod_train.collectives.base import Communicator, any_rank
@@ -16,7 +18,8 @@ from horovod_train.errors import UserError
 from horovod_train.events.types import WAIT_PHASE
 from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.comm.collectives import sum_over, tensor_communicator
-from horovod_train.frameworks.torch.step.deferred import Sent
+from horovod_train.frameworks.torch.step.deferred import Number, Sent
+from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.task import check_count, checked_loss, is_sum_and_count
 
@@ -34,6 +37,8 @@ class StepLoss:
 
     Attributes:
         local: This rank's part of the loss, shape [].
+        noise: Receives the weights of micro-batches; None: the gradient noise scale is not measured.
+        scale: Returns the loss scale, by which gradients are multiplied.
     """
 
     def __init__(
@@ -45,6 +50,9 @@ class StepLoss:
         self._num_samples = 1
         self._kinds: set[bool] = set()
         self._denominator: torch.Tensor | None = None
+        self.noise: NoiseMeter | None = None
+        self.scale: Callable[[], float | torch.Tensor] = lambda: 1.0
+        self._noise_numbers: Mapping[str, Number] = {}
         self._has_sums: bool | None = None
 
     def begin(self, step: PlannedStep) -> None:
@@ -76,6 +84,8 @@ class StepLoss:
                 hint="return the same for all batches",
             )
         if not is_sum:
+            if self.noise is not None and self.noise.is_due:
+                self.noise.add_weight(share)
             return checked_loss(loss) * share
         assert isinstance(loss, tuple)
         return self._weighted_sum(*loss, is_counted=share > 0)
@@ -90,6 +100,8 @@ class StepLoss:
         # Divided by the number of samples first, because a sum could overflow fp16.
         factor = is_counted / self._num_samples
         denominator = torch.as_tensor(count, dtype=torch.float64, device=self._device) * factor
+        if self.noise is not None and self.noise.is_due:
+            self.noise.add_weight(denominator.float())
         self._denominator = denominator + (0.0 if self._denominator is None else self._denominator)
         return checked_loss(total) * factor
 
@@ -110,9 +122,22 @@ class StepLoss:
         if total is not None:
             self._strategy.divide_gradients(total)
             loss = loss / total
+        self._noise_numbers = self._moments(total)
         clock.lap(WAIT_PHASE)
         clock.settle(self._data_ranks, lambda: Sent(loss.reshape(1)).read())
         return loss
+
+    def numbers(self) -> dict[str, Number]:
+        """Return this rank's part of the loss, and the moments of the gradient noise if they are measured."""
+        return {"local_loss": self.local, **self._noise_numbers}
+
+    @torch.no_grad()
+    def _moments(self, total: torch.Tensor | None) -> Mapping[str, Number]:
+        """Return the moments of the step, whose gradients are summed and not clipped."""
+        if self.noise is None or not self.noise.is_due:
+            return {}
+        of_batch = self._strategy.squares_by_group(self.noise)
+        return self.noise.numbers(of_batch, total, self._num_samples, self.scale())
 
     def _total_denominator(self) -> torch.Tensor | None:
         """Return the divisor of this step's loss and gradients, shape []; None: losses are means."""

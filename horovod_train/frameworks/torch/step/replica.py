@@ -17,7 +17,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.sizes.flops import FlopCounter
 from horovod_train.frameworks.torch.state.local_model import ReplicaBase
-from horovod_train.frameworks.torch.state.optimizer import set_rates
+from horovod_train.frameworks.torch.state.optimizer import ScheduledArguments, set_rates
 from horovod_train.frameworks.torch.state.saved_state import SavedState
 from horovod_train.frameworks.torch.step import deferred
 from horovod_train.frameworks.torch.step.after_update import TaskAfterUpdate
@@ -28,6 +28,7 @@ from horovod_train.frameworks.torch.step.device_clock import CudaTimer, DeviceCl
 from horovod_train.frameworks.torch.step.gradient_watch import GradientWatch
 from horovod_train.frameworks.torch.step.graphs import Recorder, StepGraphs, rate_of_graphs
 from horovod_train.frameworks.torch.step.loss import StepLoss
+from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.step.statistics import RunningStatistics
 from horovod_train.frameworks.torch.step.update import (
     DeviceScaler,
@@ -78,6 +79,7 @@ class TorchReplica(ReplicaBase):
             a skipped step are restored.
         lag_steps: Steps by which reading a step's result is delayed; None: 0 on a CPU, more on a device.
         ema: The job's ``ema`` section; None: weights are not averaged.
+        noise: Meter of the gradient noise scale, which the strategy has, too; None: it is not measured.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class TorchReplica(ReplicaBase):
         lag_steps: int | None = None,
         all_ranks: Communicator | None = None,
         ema: Ema | None = None,
+        noise: NoiseMeter | None = None,
     ) -> None:
         self.model, self.optimizer, self.strategy, self.task, self.train = (
             model, optimizer, strategy, task, train,
@@ -107,7 +110,9 @@ class TorchReplica(ReplicaBase):
         # Parameters that other ranks own are meta tensors.
         self.device = next(p.device for p in model.parameters() if not p.is_meta)
         self.loss = StepLoss(strategy, data_ranks, self.all_ranks, self.device)
+        self.noise = self.loss.noise = noise
         self.scaler: torch.amp.GradScaler = DeviceScaler(self.device.type, enabled=train.precision == "fp16")
+        self.loss.scale = self.scaler.get_scale
         self.statistics = RunningStatistics(model)
         self.equality = Equality(model, strategy, self.statistics, data_ranks, self.all_ranks)
         self.averaged = AveragedWeights(model, optimizer, strategy, ema)
@@ -126,6 +131,8 @@ class TorchReplica(ReplicaBase):
             strategy.defer_results()
         averaged_buffers = AveragedBuffers(model, train.average_buffers, data_ranks)
         self._parts: list[BeginsSteps] = [strategy, self.loss, averaged_buffers]
+        if noise is not None:
+            self._parts.append(noise)
         if self._guard_gradients or self.lag_steps:  # later steps start before this result is known
             self._parts.append(self.statistics)
         self._after_update: list[FollowsUpdates] = [averaged_buffers, self._task_after_update, self.averaged]
@@ -133,6 +140,7 @@ class TorchReplica(ReplicaBase):
         self.is_training = False
         self._not_optimized: list[torch.nn.Parameter] = []
         self._graphs: StepGraphs | None = None
+        self._scheduled = ScheduledArguments(optimizer)
 
     def _lag_steps(self, wanted: int | None) -> int:
         may_skip = self._guard_gradients or self.train.precision == "fp16"
@@ -219,6 +227,11 @@ class TorchReplica(ReplicaBase):
         self.first_steps.after_update(lr, want_norm=want_norm)
         return self.outcome_of(numbers, clock, self.strategy)
 
+    def set_arguments(self, values: Mapping[str, float]) -> None:
+        """Set arguments of the optimizer, such as ``momentum``, for the next step."""
+        self._scheduled.set(values)
+        self.first_steps.set_arguments(values)
+
     def update(self, loss: torch.Tensor, lr: float, *, want_norm: bool) -> Mapping[str, Number] | Packed:
         """Update the weights with the complete gradients; return the numbers of the step."""
         set_rates(self.optimizer, lr, float if self._graphs is None else rate_of_graphs)
@@ -233,7 +246,7 @@ class TorchReplica(ReplicaBase):
         updated = self._update(loss, want_norm=want_norm)
         for part in (self.strategy, self.statistics):
             part.after_update(is_used=updated.is_used)
-        return updated.with_numbers(local_loss=self.loss.local, **self.strategy.numbers())
+        return updated.with_numbers(**self.loss.numbers(), **self.strategy.numbers())
 
     @property
     def _update(self) -> Update:

@@ -33,6 +33,7 @@ from horovod_train.frameworks.torch.state.trained import (
     check_same_trained,
 )
 from horovod_train.frameworks.torch.step.deferred import Number
+from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ class SingleRankStrategy(Strategy):
 
 class AllreduceStrategy(Strategy):
     """Strategy that all-reduces gradients in buckets of approximately ``bucket_size_bytes``."""
+
+    measures_parts = True
 
     def __init__(
         self, ranks: TensorCollectives, *, codec: Codec, bucket_size_bytes: int, name: str = "bucket"
@@ -240,7 +243,7 @@ class AllreduceStrategy(Strategy):
         if not trained:
             raise UserError("no parameter requires a gradient any more")
         self.layout_version += 1
-        self._pipeline = self._make_pipeline(trained, self._name)
+        self._pipeline = self._make_pipeline(trained, self._name, self.noise)
         self._pipeline.attach()
         self._summed = [bucket.gradients for bucket in self._pipeline.buckets]
         self.sent_bytes = self._pipeline.pass_bytes
@@ -248,7 +251,7 @@ class AllreduceStrategy(Strategy):
         self._codec.check(self._ranks, layouts)
         self._compression_ratio = sum(map(bytes_of, layouts)) / max(1, self.sent_bytes)
 
-    def _make_pipeline(self, trained: Named, name: str) -> GradientPipeline:
+    def _make_pipeline(self, trained: Named, name: str, noise: NoiseMeter | None = None) -> GradientPipeline:
         pipeline = GradientPipeline(
             trained,
             self._ranks,
@@ -257,6 +260,7 @@ class AllreduceStrategy(Strategy):
             # Horovod caches responses by tensor name, and sizes depend on the layout.
             name=f"horovod_train.{name}.{self.layout_version}",
             refuse=self.refuse_in_loss,
+            noise=noise,
         )
         self._rank_state.restore(state_of(pipeline.buckets))
         return pipeline
@@ -275,6 +279,8 @@ class AllreduceStrategy(Strategy):
             json.loads(data) for data in self._ranks.allgather(json.dumps([problem, layout]).encode())
         ]
         check_same_trained(everyone)
+        if self.noise is not None:
+            self.noise.discard()
         self._named = named
         before = set(map(id, self.pipeline.parameters))
         buckets = list(self.pipeline.buckets)

@@ -54,6 +54,7 @@ from horovod_train.frameworks.torch.state.local_tensors import (
 )
 from horovod_train.frameworks.torch.state.trained import OptimizedParameters
 from horovod_train.frameworks.torch.step.deferred import Number
+from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.task import TorchTask
 from horovod_train.registry import STRATEGIES
@@ -207,6 +208,10 @@ class GradientSync:
         """Return the L2 norm of the whole gradient, shape []."""
         return total_norm(self.gradients())
 
+    def squares_by_group(self, noise: NoiseMeter) -> torch.Tensor:
+        """Return the squared norm of the whole gradient by parameter group, shape [noise.num_groups]."""
+        return noise.squares_by_group()
+
     def is_finite(self, norm: float) -> bool:
         """Return whether the gradient is finite on all ranks, given the norm on this one."""
         return math.isfinite(norm)
@@ -318,11 +323,15 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
         sent_bytes: Bytes of gradients and weights that this rank passed to collectives in the last step.
         sum_in_pass: Sums a tensor over the data-parallel ranks with PyTorch's collectives, if passes contain
             any; None: Horovod's collectives are used.
+        noise: Meter of the gradient noise scale, set before ``bind``; None: it is not measured.
+        measures_parts: The strategy passes the gradients of this rank to ``noise`` before they are summed.
     """
 
     capabilities: Capabilities = Capabilities()
     sent_bytes: int = 0
     sum_in_pass: Callable[[torch.Tensor, str], torch.Tensor] | None = None
+    noise: NoiseMeter | None = None
+    measures_parts: bool = False
     _defers_results: bool = False
 
     def wrap(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> torch.nn.Module:

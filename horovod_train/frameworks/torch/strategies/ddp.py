@@ -24,6 +24,8 @@ class Ddp(TorchDistributed):
     The arguments are described in ``config.strategies.DdpArguments``.
     """
 
+    measures_parts = True
+
     def __init__(
         self,
         mesh: Mesh,
@@ -101,6 +103,8 @@ class Ddp(TorchDistributed):
     def _sum(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Sum a bucket over ranks, without averaging, because losses are weighted by samples."""
         self._has_summed_all = bucket.is_last()  # the reducer sums buckets in order
+        if self.noise is not None and self.noise.is_due:
+            self.noise.add_gradients(bucket.parameters(), bucket.gradients())
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 

@@ -54,10 +54,16 @@ class TorchDistributed(Strategy):
                 f"strategy {self._job.strategy.name}: the set of trained parameters has changed",
                 hint="freeze parameters before training begins, or use strategy: allreduce",
             )
-        loss = weighted_loss.detach().clone()
         # Not with Horovod, whose threads in addition to PyTorch's would cost a millisecond per step.
-        dist.all_reduce(loss, group=self._group)
-        return loss
+        if self.noise is None or not self.noise.is_due:
+            loss = weighted_loss.detach().clone()
+            dist.all_reduce(loss, group=self._group)
+            return loss
+        self.noise.end_part()
+        numbers = torch.cat([weighted_loss.detach().reshape(1), self.noise.local.to(weighted_loss.dtype)])
+        dist.all_reduce(numbers, group=self._group)
+        self.noise.receive(numbers[1:])
+        return numbers[0]
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients of this rank."""

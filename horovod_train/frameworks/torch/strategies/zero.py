@@ -36,6 +36,7 @@ from horovod_train.frameworks.torch.comm.scattered import ScatteredMessage
 from horovod_train.frameworks.torch.state.elementwise import check_elementwise, move_state
 from horovod_train.frameworks.torch.state.local_tensors import LocalTensor, OptimizedParameter
 from horovod_train.frameworks.torch.state.trained import OptimizedParameters
+from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
 
@@ -69,6 +70,7 @@ class Zero(Strategy):
     """
 
     capabilities = Capabilities(sharded=True)
+    measures_parts = True
 
     def __init__(self, mesh: Mesh, job: Job, *, stage: int = 2) -> None:
         self._ranks = tensor_communicator(mesh.data)
@@ -111,6 +113,7 @@ class Zero(Strategy):
             bucket_size_bytes=self._bucket_size_bytes,
             name="horovod_train.zero",
             refuse=self.refuse_in_loss,
+            noise=self.noise,
             max_in_flight=MAX_IN_FLIGHT,
         )
         keeps_memory = pipeline.pass_bytes <= KEPT_BYTES
@@ -233,6 +236,11 @@ class Zero(Strategy):
         own: torch.Tensor = total_norm([message.own for message in self._messages])
         squares = own.double().square().reshape(1)
         return self._ranks.wait(self._ranks.start_allreduce(squares, "horovod_train.zero.norm")).sqrt()[0]
+
+    def squares_by_group(self, noise: NoiseMeter) -> torch.Tensor:
+        """Return the squared norm of the whole gradient by parameter group; sums over ranks."""
+        squares = super().squares_by_group(noise)
+        return self._ranks.wait(self._ranks.start_allreduce(squares, "horovod_train.zero.noise"))
 
     @torch.no_grad()
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,11 @@ class FirstSteps:
         """Compare weights, buffers and optimizer state with the plain model."""
         if self.verifier is not None:
             self.verifier.compare_update(lr, want_norm=want_norm)
+
+    def set_arguments(self, values: Mapping[str, float]) -> None:
+        """Set arguments of the plain model's optimizer."""
+        if self.verifier is not None:
+            self.verifier.reference.set_arguments(values)
 
     def broadcast(self) -> None:
         """Broadcast rank 0's weights to the plain models of all ranks."""

@@ -1,0 +1,218 @@
+"""Rules for the sections ``lr`` and ``optimizer``, and for the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import Problem
+from horovod_train.registry import SCALINGS, SCHEDULES
+
+DECAY_FIELDS = {
+    "constant": set[str](),
+    "step": {"milestones_epochs", "gamma"},
+    "points": {"points"},
+    "cosine": {"end_factor"},
+    "cosine_restarts": {"end_factor", "restart_epochs", "restart_factor"},
+    "polynomial": {"end_factor", "power"},
+    "inverse_sqrt": set(),
+    "wsd": {"end_factor", "cooldown_fraction", "cooldown_shape"},
+    "one_cycle": {"end_factor", "rise_fraction", "start_factor"},
+    "plateau": {"plateau"},
+}
+REQUIRED_FIELDS = {
+    "step": ("milestones_epochs", "needs at least one milestone", "such as [30, 60]"),
+    "points": ("points", "needs at least one point", "such as [[0, 1.0], [30, 0.1]]"),
+    "cosine_restarts": ("restart_epochs", "needs the length of the first cycle", "such as 10"),
+    "plateau": ("plateau", "needs the metric", "such as {metric: loss, mode: min}"),
+    "inverse_sqrt": ("warmup_epochs", "needs a warm-up, whose length is its time scale", "such as 5"),
+}
+
+
+def learning_rate_is_set_once(job: Job) -> Iterator[Problem]:
+    """Refuse a learning rate in the optimizer's arguments, because ``lr`` sets it in each step."""
+    if "lr" in job.optimizer.args:
+        yield Problem(
+            "optimizer.args.lr",
+            repr(job.optimizer.args["lr"]),
+            "the learning rate is set in each step and would overwrite this",
+            "move it to lr.base_lr",
+        )
+
+
+def decay_has_its_fields(job: Job) -> Iterator[Problem]:
+    """Refuse fields of other decays and missing fields, and require increasing epochs."""
+    lr = job.lr
+    wanted = DECAY_FIELDS.get(lr.decay, set())
+    every = set().union(*DECAY_FIELDS.values())
+    for field in sorted(lr.model_fields_set & (every - wanted)):
+        if getattr(lr, field) == type(lr).model_fields[field].default:
+            continue
+        owners = [decay for decay, fields in DECAY_FIELDS.items() if field in fields]
+        yield Problem(
+            f"lr.{field}",
+            repr(getattr(lr, field)),
+            f"has no effect with decay: {lr.decay}",
+            f"it belongs to decay: {' or '.join(owners)}",
+        )
+    if lr.decay in REQUIRED_FIELDS:
+        field, why, example = REQUIRED_FIELDS[lr.decay]
+        if not getattr(lr, field):
+            yield Problem(f"lr.{field}", repr(getattr(lr, field)), f"decay: {lr.decay} {why}", example)
+    if lr.milestones_epochs != sorted(set(lr.milestones_epochs)):
+        yield Problem("lr.milestones_epochs", str(lr.milestones_epochs), "must be strictly increasing")
+    lists = {"lr.points": lr.points} | {
+        f"optimizer.schedules.{name}": points
+        for name, points in job.optimizer.schedules.items()
+        if isinstance(points, list)
+    }
+    for path, points in lists.items():
+        epochs = [point[0] for point in points]
+        if epochs != sorted(epochs) or (not points and path != "lr.points"):
+            yield Problem(path, str(points), "must be a list of [epoch, value] with increasing epochs")
+
+
+def warmup_fits(job: Job) -> Iterator[Problem]:
+    """Require that warm-up ends before training, and refuse ``warmup_start_lr`` without warm-up."""
+    lr = job.lr
+    if lr.warmup_epochs > job.train.epochs:
+        yield Problem(
+            "lr.warmup_epochs",
+            f"{lr.warmup_epochs:g}",
+            f"must be at most train.epochs = {job.train.epochs}",
+        )
+    if lr.warmup_start_lr is not None and lr.warmup_epochs == 0:
+        yield Problem(
+            "lr.warmup_start_lr",
+            f"{lr.warmup_start_lr:g}",
+            "has no effect without lr.warmup_epochs",
+        )
+    if lr.decay == "one_cycle" and lr.warmup_epochs:
+        yield Problem(
+            "lr.warmup_epochs",
+            f"{lr.warmup_epochs:g}",
+            "decay: one_cycle contains the rise of the rate",
+            "leave it out; set lr.rise_fraction",
+        )
+
+
+def global_batch_is_set_once(job: Job) -> Iterator[Problem]:
+    """Refuse accumulation steps next to a global batch, and a batch warm-up that contradicts other fields."""
+    train = job.train
+    if train.global_batch_size is not None and train.accumulation_steps != 1:
+        yield Problem(
+            "train.accumulation_steps",
+            str(train.accumulation_steps),
+            "is computed from train.global_batch_size",
+            "remove one of them",
+        )
+    if train.batch_warmup is None:
+        return
+    if train.batch_warmup.epochs > train.epochs:
+        yield Problem(
+            "train.batch_warmup.epochs",
+            f"{train.batch_warmup.epochs:g}",
+            f"must be at most train.epochs = {train.epochs}",
+        )
+    for path, is_set in (
+        ("lr.scaling", job.lr.scaling == "adam_sqrt"),
+        ("lr.scale_weight_decay", job.lr.scale_weight_decay),
+    ):
+        if is_set:
+            yield Problem(
+                path,
+                "",
+                "sets arguments of the optimizer for one global batch, and train.batch_warmup changes it",
+                "remove one of them",
+            )
+
+
+def adascale_is_supported(job: Job) -> Iterator[Problem]:
+    """Refuse AdaScale with optimizers other than SGD, and with rules that it replaces."""
+    if job.lr.scaling != "adascale":
+        return
+    if job.optimizer.name != "sgd" and ":" not in job.optimizer.name:
+        yield Problem(
+            "optimizer.name",
+            repr(job.optimizer.name),
+            "lr.scaling: adascale is derived for SGD with momentum",
+            "use sgd, or lr.scaling: sqrt or adam_sqrt",
+        )
+    if job.lr.scale_weight_decay:
+        yield Problem(
+            "lr.scale_weight_decay", "True", "lr.scaling: adascale has no fixed factor", "leave it out"
+        )
+
+
+def noise_scale_is_measurable(job: Job) -> Iterator[Problem]:
+    """Refuse the gradient noise scale where local gradients are not available."""
+    field = "lr.scaling" if job.lr.scaling == "adascale" else "metrics.noise_scale_every_steps"
+    if job.lr.scaling != "adascale" and job.metrics.noise_scale_every_steps is None:
+        if job.metrics.noise_scale_groups:
+            yield Problem(
+                "metrics.noise_scale_groups",
+                "True",
+                "has no effect without metrics.noise_scale_every_steps",
+                "set both",
+            )
+        return
+    found = "'adascale'" if field == "lr.scaling" else str(job.metrics.noise_scale_every_steps)
+    if job.allreduce.codec is not None:
+        reason = "the sum of compressed gradients is not the mean of the ranks' gradients"
+        yield Problem(
+            field, found, f"cannot be combined with allreduce.codec: {reason}", "leave the codec out"
+        )
+    if job.train.cuda_graph is not False:
+        yield Problem(
+            field,
+            found,
+            "cannot be combined with train.cuda_graph: the local norms are computed by the host's calls",
+            "set train.cuda_graph: false",
+        )
+
+
+def schedules_are_supported(job: Job) -> Iterator[Problem]:
+    """Refuse schedules of the rate as an argument, and schedules that other fields contradict."""
+    schedules = job.optimizer.schedules
+    if "lr" in schedules:
+        yield Problem("optimizer.schedules.lr", "", "the learning rate has its own schedule", "use lr.decay")
+    if schedules and job.train.cuda_graph is not False:
+        yield Problem(
+            "optimizer.schedules",
+            "",
+            "cannot be combined with train.cuda_graph: a graph contains the arguments of the optimizer",
+            "set train.cuda_graph: false",
+        )
+    if "weight_decay" in schedules and job.lr.scale_weight_decay:
+        yield Problem(
+            "lr.scale_weight_decay", "True", "optimizer.schedules.weight_decay sets the values", "remove one"
+        )
+
+
+def momentum_correction_is_supported(job: Job) -> Iterator[Problem]:
+    """Refuse momentum correction where momentum is not corrected."""
+    if job.lr.momentum_correction and job.optimizer.name != "sgd" and ":" not in job.optimizer.name:
+        yield Problem(
+            "lr.momentum_correction", "True", "is a correction for sgd with momentum", "leave it out"
+        )
+    if job.lr.momentum_correction and job.framework == "mxnet":
+        yield Problem(
+            "lr.momentum_correction",
+            "True",
+            "is not supported with framework: mxnet (legacy framework)",
+            "leave it out",
+        )
+
+
+CODE_TABLES = {"lr.scaling": SCALINGS, "lr.decay": SCHEDULES}
+
+LR_RULES = (
+    learning_rate_is_set_once,
+    decay_has_its_fields,
+    warmup_fits,
+    global_batch_is_set_once,
+    adascale_is_supported,
+    noise_scale_is_measurable,
+    schedules_are_supported,
+    momentum_correction_is_supported,
+)

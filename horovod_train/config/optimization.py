@@ -1,0 +1,117 @@
+"""Sections of the job description for the optimizer and its learning rate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
+
+from horovod_train.config.fields import Count, Fraction, ImportPath, Name, Points, Section
+
+
+class Optimizer(Section):
+    """Optimizer and its arguments. The section ``lr`` sets the learning rate."""
+
+    name: ImportPath | Name = "sgd"
+    """sgd, adam, adamw, lars, lamb, or an import path ``module:Class``."""
+
+    args: dict[str, Any] = {}
+    """Keyword arguments of the optimizer, such as ``momentum: 0.9``."""
+
+    schedules: dict[Name, Points | ImportPath] = {}
+    """Schedules of arguments, such as ``momentum: [[0, 0.85], [5, 0.95]]``: points (epoch, value) with linear
+    interpolation, or a function ``file.py:curve`` of the progress from 0 to 1. ``beta1`` and ``beta2`` are
+    the elements of ``betas``."""
+
+
+class Plateau(Section):
+    """Reduction of the learning rate when an evaluation metric no longer improves."""
+
+    metric: Annotated[str, StringConstraints(min_length=1)]
+    """Name of an evaluation metric."""
+
+    mode: Literal["min", "max"]
+    """Whether smaller or larger is better."""
+
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Factor by which the rate is multiplied."""
+
+    patience: Annotated[int, Field(ge=0, le=2**53)] = 2
+    """Number of evaluations without an improvement that do not reduce the rate; the next one does."""
+
+    min_delta: Annotated[float, Field(ge=0, le=1e12)] = 0.0
+    """Smallest change that counts as an improvement."""
+
+    cooldown: Annotated[int, Field(ge=0, le=2**53)] = 0
+    """Number of evaluations after a reduction that are not counted."""
+
+    min_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Lower limit of the product of all reductions."""
+
+
+class LearningRate(Section):
+    """Base learning rate, batch-size scaling and schedule (see docs/scaling.md)."""
+
+    base_lr: Annotated[float, Field(gt=0, le=1e6)] = 0.01
+    """Learning rate tuned for ``reference_batch_size``."""
+
+    reference_batch_size: Count = 32
+    """Global batch size for which ``base_lr`` was tuned."""
+
+    scaling: ImportPath | Name = "linear"
+    """Scaling rule of the rate with the global batch: linear, sqrt, none, legw, adam_sqrt, adascale, or an
+    import path ``file.py:rule``."""
+
+    scale_weight_decay: bool = False
+    """Scale the optimizer's ``weight_decay`` so that rate x weight decay x steps per epoch is constant."""
+
+    momentum_correction: bool = False
+    """Correct the momentum when the rate changes, for optimizers whose momentum contains the rate (SGD of
+    Keras, TensorFlow and MXNet); that of PyTorch and JAX does not contain it."""
+
+    warmup_epochs: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Length of the linear ramp from the base rate (or ``warmup_start_lr``), in epochs."""
+
+    warmup_start_lr: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    """Initial rate of the ramp; null: the smaller of base and peak rate."""
+
+    decay: ImportPath | Name = "constant"
+    """Schedule after warm-up: constant, step, points, cosine, cosine_restarts, polynomial, inverse_sqrt, wsd,
+    one_cycle, plateau, or a function ``file.py:curve`` of the progress from 0 to 1."""
+
+    milestones_epochs: list[Annotated[float, Field(gt=0, le=1e6)]] = []
+    """decay: step. Epochs at which the rate is multiplied by ``gamma``."""
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """decay: step. Factor at each milestone."""
+
+    points: Points = []
+    """decay: points. List of [epoch, factor of the peak rate], with linear interpolation."""
+
+    power: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """decay: polynomial. Exponent."""
+
+    end_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """decay: cosine, cosine_restarts, polynomial, wsd, one_cycle. Final rate as a fraction of the scaled
+    rate."""
+
+    restart_epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """decay: cosine_restarts. Length of the first cycle, in epochs."""
+
+    restart_factor: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """decay: cosine_restarts. Length of a cycle, relative to the previous one."""
+
+    cooldown_fraction: Fraction = 0.2
+    """decay: wsd. Fraction of the training in which the rate decreases, at its end."""
+
+    cooldown_shape: Literal["linear", "sqrt"] = "sqrt"
+    """decay: wsd. Shape of the decrease: linear, or 1 - sqrt."""
+
+    rise_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """decay: one_cycle. Fraction of the training in which the rate increases."""
+
+    start_factor: Annotated[float, Field(ge=0, le=1)] = 0.04
+    """decay: one_cycle. Initial rate as a fraction of the scaled rate."""
+
+    plateau: Plateau | None = None
+    """decay: plateau. When, and by how much, the rate is reduced."""

@@ -1,0 +1,48 @@
+"""Schedules of an optimizer's arguments, such as momentum and weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from horovod_train.lr.policy import valid
+from horovod_train.lr.schedules.base import interpolated
+from horovod_train.registry import SCHEDULES, load_location
+
+
+class ArgumentSchedules:
+    """Values of an optimizer's arguments as functions of the progress.
+
+    Args:
+        schedules: Points [epoch, value], or the location of a function of the progress from 0 to 1, by name.
+        total_epochs: Length of the whole job.
+
+    >>> ArgumentSchedules({"momentum": [[0, 0.5], [5, 1.0]]}, 10).at(2.5)
+    {'momentum': 0.75}
+    """
+
+    def __init__(self, schedules: Mapping[str, Any], total_epochs: float) -> None:
+        self._curves = {name: _curve(name, given, total_epochs) for name, given in schedules.items()}
+
+    def at(self, epochs: float) -> dict[str, float]:
+        """Return the values after a number of epochs, including the fraction of the current epoch.
+
+        Raises:
+            UserError: A function of the user returns an invalid number.
+        """
+        return {name: curve(epochs) for name, curve in self._curves.items()}
+
+
+def _curve(
+    name: str, given: str | Sequence[Sequence[float]], total_epochs: float
+) -> Callable[[float], float]:
+    if not isinstance(given, str):
+        return partial(interpolated, given)
+    curve = load_location(given, SCHEDULES)
+
+    def at(epochs: float) -> float:
+        progress = min(1.0, epochs / total_epochs)
+        return valid(curve(progress), f"optimizer.schedules.{name}: {given}", progress)
+
+    return at
