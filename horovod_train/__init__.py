@@ -25,7 +25,7 @@ _EXPORTS = {
     "JobFailedError": "horovod_train.errors",
     "JobHandle": "horovod_train.client.handle",
     "JobResult": "horovod_train.client.handle",
-    "LearningRate": "horovod_train.config.schema",
+    "LearningRate": "horovod_train.config.optimization",
     "Session": "horovod_train.session",
     "init": "horovod_train.session",
     "job": "horovod_train.client.local",

@@ -49,11 +49,12 @@ def command(job: str, *, memory: bool, device_memory: float | None, **options: U
 
     Memory is estimated with fake tensors: nothing is trained, and the model may exceed this machine's memory.
     """
-    from horovod_train.cli.plan import plan_as_text
+    from horovod_train.cli.plan import plan_as_text, warn_from_study
     from horovod_train.launch.submit import make_plan, resolve
 
     request = resolve(job_of((job,), **options), options["run_id"])
     if not memory and device_memory is None:
+        warn_from_study(request)
         click.echo(plan_as_text(request, make_plan(request), draws=True))
         return
     for line in format_memory(request.job, request.num_ranks, device_memory):

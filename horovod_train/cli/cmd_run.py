@@ -38,11 +38,13 @@ def command(
 
     Run a plain Horovod script, which does not use this package, with `--script train.py -- ARGS`.
     """
-    from horovod_train.cli.plan import plan_as_text
+    from horovod_train.cli.plan import plan_as_text, warn_from_study
     from horovod_train.launch.submit import make_plan, resolve, run_job
 
     request = replace(resolve(job_of(job, **options), options["run_id"]), is_once=once)
     plan = make_plan(request)
+    if not options["resolved"]:  # otherwise, `submit` has warned
+        warn_from_study(request)
     if dry_run:
         click.echo(plan_as_text(request, plan))
         return

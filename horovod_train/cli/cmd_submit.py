@@ -31,10 +31,11 @@ def command(
     job: tuple[str, ...], *, dry_run: bool, key: str | None, **options: Unpack[LaunchOptions]
 ) -> None:
     """Start JOB, print its ID, and return without waiting for its end."""
-    from horovod_train.cli.plan import plan_as_text
+    from horovod_train.cli.plan import plan_as_text, warn_from_study
     from horovod_train.launch.submit import make_plan, resolve, submit_job, submit_once
 
     described = job_of(job, **options)
+    warn_from_study(resolve(described, options["run_id"]))
     if dry_run:
         request = resolve(described, options["run_id"])
         click.echo(plan_as_text(request, make_plan(request)))

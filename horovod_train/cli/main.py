@@ -21,6 +21,7 @@ VERBS = {
     "cancel": "End a job; ranks may save a checkpoint within the grace period.",
     "list": "List the jobs of this account.",
     "report": "Write a report of runs, or a comparison, as HTML or Markdown.",
+    "study": "Train a job on several numbers of ranks, and show what scaling costs.",
     "render": "Print the command, batch script or manifests of a launch.",
     "plan": "Show the commands, the learning rate and the memory of a job.",
     "worker": "Run one rank; started by a launcher.",

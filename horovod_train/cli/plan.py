@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import click
+
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of
 from horovod_train.events.text import learning_rate
@@ -38,6 +40,14 @@ def plan_as_text(request: LaunchRequest, plan: LaunchPlan, *, draws: bool = Fals
     batch = f"{request.num_ranks} rank(s), global batch {global_batch_size}"
     lines = [f"# learning rate {lr} ({batch})", *(charts(job, num_data_ranks) if draws else ())]
     return "\n".join([*lines, plan.as_text()])
+
+
+def warn_from_study(request: LaunchRequest) -> None:
+    """Print a warning if a study of the job has found that its global batch loses accuracy."""
+    from horovod_train.study.advice import advice_for
+
+    if text := advice_for(request.job, request.num_ranks):
+        click.echo(f"warning: {text}", err=True)
 
 
 def charts(job: Job, num_data_ranks: int) -> Iterator[str]:

@@ -1,0 +1,136 @@
+"""``horovod-train study``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from horovod_train.cli.options import job_argument, print_line, set_option
+
+if TYPE_CHECKING:
+    from horovod_train.report.document import Report
+
+FORMS = ("markdown", "json", "html")
+
+
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """Type of an option for whole numbers, such as 1,2,4."""
+
+    name = "numbers"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Return the numbers."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            found = ()
+        if not found or min(found) < 1:
+            self.fail(f"{value!r} must be whole numbers of at least 1, as in 1,2,4", param, ctx)
+        return found
+
+
+@click.command(name="study")
+@job_argument
+@click.option("--ranks", type=Numbers(), default="1,2,4,8", show_default=True, help="Numbers of ranks.")
+@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Seeds of each row.")
+@click.option(
+    "--policies",
+    default="",
+    metavar="NAME,...",
+    help="Scaling rules, or files with fields of a job; default: the rule of JOB.",
+)
+@click.option("--metric", metavar="NAME", help="Metric to compare; default: that of the best checkpoint.")
+@click.option("--critical-batch", is_flag=True, help="Measure the critical batch size instead of the table.")
+@click.option("--branch-epochs", type=Numbers(), help="With --critical-batch: epochs after which to branch.")
+@click.option(
+    "--branch-length", type=float, default=1.0, show_default=True, help="Length of a branch, in epochs."
+)
+@click.option(
+    "--multiples", type=Numbers(), default="1,2,4,8,16", show_default=True, help="Multiples of the batch."
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Folder of the study; default: next to the runs."
+)
+@set_option
+def command(
+    job: str,
+    *,
+    ranks: tuple[int, ...],
+    seeds: int,
+    policies: str,
+    metric: str | None,
+    critical_batch: bool,
+    branch_epochs: tuple[int, ...] | None,
+    branch_length: float,
+    multiples: tuple[int, ...],
+    output: Path | None,
+    overrides: tuple[str, ...],
+) -> None:
+    """Train JOB on several numbers of ranks, and show what scaling costs.
+
+    The result is a table of time, speed-up and accuracy, with means over seeds. A study that was interrupted
+    continues with the same command. `run`, `submit` and `plan` warn if a study has found a loss of accuracy.
+    """
+    from horovod_train.cli.cmd_run import refuse_as_rank
+    from horovod_train.config.load import load_job
+    from horovod_train.config.shipped import job_file
+    from horovod_train.study.critical import Branching, default_epochs, measure
+    from horovod_train.study.results import folder_of, open_study
+    from horovod_train.study.run import run_trials
+    from horovod_train.study.trials import policies_of, trials_of
+
+    refuse_as_rank()
+    described = load_job(job_file(job), overrides)
+    folder = folder_of(described) if output is None else output.absolute()
+    study = open_study(described, folder, os.urandom(8).hex())
+    num_cores = len(os.sched_getaffinity(0))
+    if critical_batch:
+        epochs = branch_epochs or default_epochs(described.train.epochs)
+        branching = Branching(epochs, multiples, branch_length, seeds)
+        branching.check(described)
+        folder.mkdir(parents=True, exist_ok=True)
+        study.save()
+        measure(study, described, branching, print_line)
+    else:
+        names = [name for name in policies.split(",") if name]
+        chosen = policies_of(described, names)
+        trials = trials_of(described, chosen, ranks, seeds, folder=folder, num_cores=num_cores)
+        folder.mkdir(parents=True, exist_ok=True)
+        study.save()
+        run_trials(study, trials, print_line)
+    from horovod_train.study.critical import BASE
+    from horovod_train.study.document import report_of_study
+    from horovod_train.study.table import metric_of, table_of
+
+    results = [result for name, result in study.results.items() if name != BASE]
+    found = sorted({name for result in results for name in result.metrics})
+    write(folder, report_of_study(study, table_of(results, metric_of(described, found, metric))))
+    failed = [result for result in results if result.problem]
+    if failed:
+        from horovod_train.errors import UserError
+
+        raise UserError(f"{len(failed)} trials failed, the first: {failed[0].trial}: {failed[0].problem}")
+
+
+def write(folder: Path, report: Report) -> None:
+    """Write the report of a study as Markdown, JSON and HTML, and print the Markdown."""
+    from dataclasses import asdict
+
+    from horovod_train.report.markdown import as_markdown
+    from horovod_train.report.page import as_html
+    from horovod_train.system.files import write_atomic
+
+    markdown = as_markdown(report)
+    click.echo(f"\n{markdown}")
+    write_atomic(folder / "table.md", markdown)
+    write_atomic(folder / "table.json", json.dumps(asdict(report), indent=1))
+    write_atomic(folder / "study.html", as_html(report))
+    click.echo(f"written: {folder / 'table.md'}, table.json and study.html")

@@ -1,0 +1,78 @@
+"""Advice before a run: whether a study of the job has found the global batch to lose accuracy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
+from horovod_train.registry import SCALINGS, SCRIPT
+from horovod_train.study.results import Study, folder_of, read_study
+from horovod_train.study.table import Row, StudyTable, metric_of, table_of, value_text
+from horovod_train.study.trials import batch_of, policy_digest, problem_of
+
+
+def advice_for(job: Job, num_ranks: int, folder: Path | None = None) -> str:
+    """Return a warning for a job on a number of ranks; empty: no study advises against it.
+
+    Args:
+        job: The job.
+        num_ranks: Number of ranks.
+        folder: Folder of the study; None: that of the job.
+    """
+    if job.framework == SCRIPT:
+        return ""
+    try:
+        study = read_study(folder_of(job) if folder is None else folder)
+    except UserError as error:
+        return f"the study of this job gives no advice: {error}"
+    if study is None or study.problem != problem_of(job):
+        return ""
+    names = sorted({name for result in study.results.values() for name in result.metrics})
+    table = table_of(study.results.values(), metric_of(job, names, None))
+    batch = batch_of(job, num_ranks)
+    same = [row for row in table.rows if row.results and row.first.policy_digest == policy_digest(job)]
+    return _advice(study, table, same, batch)
+
+
+def _advice(study: Study, table: StudyTable, same: list[Row], batch: int) -> str:
+    """Return the advice for a global batch, given the rows of the job's own policy."""
+    base, metric = table.base, table.metric
+    if base is None or batch <= base.first.global_batch_size or not same:
+        return ""
+    known = [row for row in table.rows if row.results and table.difference(row) is not None]
+    origin = f"a study of this job ({study.begun} UTC)"
+    largest = max(row.first.global_batch_size for row in same)
+    if batch > largest:
+        return (
+            f"{origin} has not examined a global batch of {batch} with this policy; its largest is {largest}"
+        )
+    nearest = max(b for row in known if (b := row.first.global_batch_size) <= batch)
+    at = [row for row in known if row.first.global_batch_size == nearest]
+    own = next((row for row in at if row in same), None)
+    if own is None or table.is_safe(own) is not False:
+        return ""
+    found = (
+        f"{origin} has found {metric.name} {value_text(metric, own.value)} at a global batch of {nearest} "
+        f"with {own.policy}, and {value_text(metric, base.value)} at {base.first.global_batch_size}"
+    )
+    better = table.best_of(row for row in at if row is not own and _is_advisable(table, row, own))
+    if better is not None:
+        return f"{found}; {better.policy} has {value_text(metric, better.value)} ({settings_text(better)})"
+    safe = [row.first.global_batch_size for row in same if row is base or table.is_safe(row)]
+    return f"{found}; the largest batch without a loss is {max(safe, default=base.first.global_batch_size)}"
+
+
+def _is_advisable(table: StudyTable, row: Row, own: Row) -> bool:
+    """Return whether a row has no loss, or is better than the job's own policy by more than the spread."""
+    limit, ours, theirs = table.limit(row), table.difference(own), table.difference(row)
+    if table.is_safe(row):
+        return True
+    return limit is not None and ours is not None and theirs is not None and ours - theirs > limit
+
+
+def settings_text(row: Row) -> str:
+    """Return how to use the policy of a row, as text."""
+    if row.policy in SCALINGS.builtin:
+        return f"--set lr.scaling={row.policy}"
+    return "see the policy of the study"

@@ -1,0 +1,264 @@
+r"""The critical batch size, measured directly by branches of a training.
+
+From checkpoints of one training, short branches train on the same samples with 1, 2, 4, ... times the batch,
+and with the rate that the scaling rule gives for it. The critical batch size at a checkpoint is the largest
+batch whose loss at the end of the branch is not above that of the smallest batch by more than a tolerance.
+Between two batches, the loss is interpolated in the logarithm of the batch.
+
+Source: Merrill et al., "Critical Batch Size Revisited", arXiv:2505.23971.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from horovod_train.config.load import job_from
+from horovod_train.config.schema import Job
+from horovod_train.config.strategies import axes_of
+from horovod_train.errors import UserError
+from horovod_train.lr.policy import policy_of
+from horovod_train.report.document import Block, Chart, Curve, Table, Text
+from horovod_train.study.results import Study
+from horovod_train.study.run import run_trial
+from horovod_train.study.trials import Trial
+
+BASE = "critical-base"
+
+
+@dataclass(frozen=True)
+class Branching:
+    """Settings of a measurement of the critical batch size.
+
+    Attributes:
+        epochs: Epochs of the training after which branches begin.
+        multiples: Factors of the batch; the first is 1.
+        length_epochs: Length of a branch, in epochs.
+        num_seeds: Number of orders of the samples.
+        tolerance: Tolerated relative increase of the loss.
+    """
+
+    epochs: tuple[int, ...]
+    multiples: tuple[int, ...] = (1, 2, 4, 8, 16)
+    length_epochs: float = 1.0
+    num_seeds: int = 1
+    tolerance: float = 0.01
+
+    def check(self, job: Job) -> None:
+        """Raise UserError if branches do not fit in the training of a job."""
+        if not self.epochs or max(self.epochs) + self.length_epochs > job.train.epochs:
+            raise UserError(
+                f"branches of {self.length_epochs:g} epochs cannot begin after {max(self.epochs, default=0)} "
+                f"epochs of {job.train.epochs}",
+                hint="use --branch-epochs with earlier epochs, or a shorter --branch-length",
+            )
+        if self.multiples[0] != 1 or list(self.multiples) != sorted(set(self.multiples)):
+            raise UserError(
+                f"--multiples {','.join(map(str, self.multiples))} must be increasing and begin with 1",
+                hint="such as 1,2,4,8",
+            )
+
+
+@dataclass(frozen=True)
+class Branch:
+    """End of a branch: epoch of its begin, seed, samples per step, and the loss of its evaluation."""
+
+    epoch: int
+    seed: int
+    batch: int
+    loss: float
+
+
+def default_epochs(num_epochs: int) -> tuple[int, ...]:
+    """Return the epochs of branches: after a tenth, a quarter, a half and three quarters of the training.
+
+    >>> default_epochs(14), default_epochs(2)
+    ((1, 4, 7, 10), (1,))
+    """
+    found = {max(1, round(num_epochs * part)) for part in (0.1, 0.25, 0.5, 0.75)}
+    return tuple(sorted(epoch for epoch in found if epoch < num_epochs))
+
+
+def measure(study: Study, job: Job, branching: Branching, say: Callable[[str], None]) -> None:
+    """Train the base and all branches that are not in the study yet; results are added to the study.
+
+    Raises:
+        UserError: The base or a branch fails, or its evaluation has no loss.
+    """
+    branching.check(job)
+    base = _trial(job, study.folder, BASE, {"checkpoint.keep_last": job.train.epochs + 1})
+    if BASE not in study.results:
+        say(f"training {BASE}: {job.train.epochs} epochs at a global batch of {base.global_batch_size}")
+        study.results[BASE] = run_trial(study, base, say)
+        study.save()
+    if study.results[BASE].problem:
+        raise UserError(f"{BASE} failed: {study.results[BASE].problem}", hint=f"delete {study.folder}")
+    checkpoints = checkpoints_by_epoch(study.folder / BASE / "checkpoints")
+    known = {(b["epoch"], b["seed"], b["batch"]) for b in study.critical}
+    for epoch in branching.epochs:
+        for seed in range(job.train.seed, job.train.seed + branching.num_seeds):
+            for multiple in branching.multiples:
+                batch = base.global_batch_size * multiple
+                if (epoch, seed, batch) in known:
+                    continue
+                branch = _train_branch(study, job, checkpoints[epoch], epoch, seed, batch, branching, say)
+                study.critical.append(asdict(branch))
+                study.save()
+                say(f"epoch {epoch}, seed {seed}, batch {batch}: loss {branch.loss:.5f}")
+
+
+def _train_branch(
+    study: Study,
+    job: Job,
+    checkpoint: Path,
+    epoch: int,
+    seed: int,
+    batch: int,
+    branching: Branching,
+    say: Callable[[str], None],
+) -> Branch:
+    progress = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["progress"]
+    num_samples = branching.length_epochs * progress["order"]["num_samples"]
+    settings = {
+        "train.seed": seed,
+        "train.global_batch_size": batch,
+        "train.accumulation_steps": 1,
+        "train.max_steps": progress["step"] + max(1, round(num_samples / batch)),
+        "checkpoint.resume": "required",
+    }
+    trial = _trial(job, study.folder, f"critical-e{epoch}-b{batch}-s{seed}", settings)
+    own = study.folder / trial.name / "checkpoints" / checkpoint.name
+    if not own.exists():
+        partial = own.with_name(f".copy-{own.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(checkpoint, partial)
+        partial.rename(own)
+    result = run_trial(study, trial, say)
+    shutil.rmtree(own.parent, ignore_errors=True)
+    if result.problem or "loss" not in result.metrics:
+        raise UserError(
+            f"{trial.name}: {result.problem or 'its evaluation has no metric named loss'}",
+            hint="the critical batch size is measured by the loss of the evaluation",
+        )
+    return Branch(epoch, seed, batch, result.metrics["loss"])
+
+
+def _trial(job: Job, folder: Path, name: str, settings: Mapping[str, Any]) -> Trial:
+    fields = {"name": name, "run_dir": str(folder), "checkpoint.dir": None, "checkpoint.every_epochs": 1}
+    described = job_from(
+        job.model_dump(mode="json"), Path(), name, environ={}, settings={**fields, **settings}
+    )
+    num_ranks = described.launch.num_ranks or 1
+    rate = policy_of(described, axes_of(described.strategy, num_ranks).data)
+    rate.check()
+    return Trial("critical batch", num_ranks, described.train.seed, described, rate)
+
+
+def checkpoints_by_epoch(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints at the end of epochs, by number of completed epochs."""
+    found = {}
+    for path in sorted(folder.glob("step-*/state.json")):
+        progress = json.loads(path.read_text(encoding="utf-8"))["progress"]
+        if progress["cursor"] == 0:
+            found[int(progress["epoch"])] = path.parent
+    return found
+
+
+def critical_batch(losses: Mapping[int, float], tolerance: float) -> float | None:
+    """Return the largest batch whose loss is at most (1 + tolerance) x that of the smallest batch.
+
+    Args:
+        losses: Loss by batch.
+        tolerance: Tolerated relative increase.
+
+    Returns:
+        The batch in samples, interpolated in its logarithm; None: no batch has exceeded the tolerance.
+
+    >>> critical_batch({8: 1.0, 16: 1.0, 32: 1.02}, tolerance=0.01)
+    22.627416997969522
+    """
+    batches = sorted(losses)
+    limit = losses[batches[0]] * (1 + tolerance)
+    for small, large in pairwise(batches):
+        if losses[large] > limit:
+            part = (limit - losses[small]) / (losses[large] - losses[small])
+            return float(small * (large / small) ** part)
+    return None
+
+
+def by_epoch(
+    branches: Sequence[Mapping[str, float]], tolerance: float
+) -> dict[int, tuple[float | None, int]]:
+    """Return the critical batch size by epoch, and the largest examined batch; means over seeds."""
+    found = {}
+    for epoch in sorted({int(branch["epoch"]) for branch in branches}):
+        losses: dict[int, list[float]] = {}
+        for branch in branches:
+            if branch["epoch"] == epoch:
+                losses.setdefault(int(branch["batch"]), []).append(branch["loss"])
+        means = {batch: fmean(values) for batch, values in losses.items()}
+        found[epoch] = critical_batch(means, tolerance), max(means)
+    return found
+
+
+def batch_warmup(critical: Mapping[int, float], full: float) -> tuple[int, float] | None:
+    """Return the start and the length in epochs of a batch warm-up that stays below the critical batch size.
+
+    Args:
+        critical: Critical batch size by epoch.
+        full: Global batch after the warm-up.
+
+    Returns:
+        Fields ``start`` and ``epochs`` of ``train.batch_warmup``; None: none is needed, or the batch is above
+        the critical batch size at the last epoch.
+
+    >>> batch_warmup({1: 32.0, 4: 64.0, 8: 160.0}, 128)
+    (32, 12.0)
+    """
+    below = {epoch: batch for epoch, batch in critical.items() if batch < full}
+    if not below or critical[max(critical)] < full:
+        return None
+    start = min(below.values())
+    lengths = [e * (full - start) / (batch - start) for e, batch in below.items() if batch > start]
+    first = max((epoch for epoch, batch in below.items() if batch == start), default=0)
+    after = min((epoch for epoch in critical if epoch > first), default=first)
+    return math.floor(start), max([*lengths, float(after)])
+
+
+def critical_blocks(branches: Sequence[Mapping[str, float]], tolerance: float = 0.01) -> Iterator[Block]:
+    """Yield the table, the chart and the suggested batch warm-up of a measurement."""
+    found = by_epoch(branches, tolerance)
+    rows = [
+        (str(epoch), f"at least {largest}" if batch is None else f"{batch:.0f}", str(largest))
+        for epoch, (batch, largest) in found.items()
+    ]
+    yield Text(
+        f"The largest batch whose loss after a branch is at most {tolerance:.0%} above that of the smallest "
+        "batch, on the same samples."
+    )
+    yield Table("By epoch", ("epoch", "critical batch size", "largest examined"), tuple(rows))
+    losses = []
+    for epoch in found:
+        batches = sorted({int(b["batch"]) for b in branches if b["epoch"] == epoch})
+        means = [
+            fmean(b["loss"] for b in branches if (b["epoch"], b["batch"]) == (epoch, batch))
+            for batch in batches
+        ]
+        losses.append(Curve(f"epoch {epoch}", tuple(map(float, batches)), tuple(means)))
+    yield Chart("Loss of branches by batch", "batch (samples)", "loss", tuple(losses))
+    known = {epoch: float(largest) if batch is None else batch for epoch, (batch, largest) in found.items()}
+    full = max(known.values())
+    warmup = batch_warmup(known, full)
+    if warmup is not None:
+        start, epochs = warmup
+        yield Text(
+            f"A batch that grows to {full:.0f} without exceeding it: train.batch_warmup: {{start: {start}, "
+            f"epochs: {epochs:.3g}}} with train.global_batch_size: {full:.0f}."
+        )

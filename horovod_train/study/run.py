@@ -1,0 +1,108 @@
+"""Runs the trials of a study, one after another, and resumes where a study was interrupted.
+
+A trial is submitted with an idempotency key. If the study is killed, the job of its current trial continues,
+and the next start of the study finds it by the key. A trial whose ranks were killed resumes from its
+checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from statistics import fmean
+from time import monotonic
+
+from horovod_train.client.handle import JobHandle
+from horovod_train.client.local import submit
+from horovod_train.errors import HorovodTrainError, LaunchError
+from horovod_train.events.file import Record
+from horovod_train.events.text import duration
+from horovod_train.events.types import Failure
+from horovod_train.study.results import Result, Study, result_of
+from horovod_train.study.trials import Trial
+
+MAX_ATTEMPTS = 3
+"""Starts of a trial whose launcher or ranks fail without an error of the job."""
+OWN_ERRORS = {2, 3}
+"""Exit codes of failures that would occur again: configuration, and values that are not finite."""
+
+
+def run_trials(study: Study, trials: Iterable[Trial], say: Callable[[str], None]) -> None:
+    """Run the trials that have no result, and save the study after each.
+
+    Args:
+        study: The study; results are added.
+        trials: All trials of the study.
+        say: Prints a line.
+    """
+    wanted = list(trials)
+    left = [trial for trial in wanted if trial.name not in study.results]
+    if len(left) < len(wanted):
+        say(f"{len(wanted) - len(left)} of {len(wanted)} trials have results already")
+    times_s: list[tuple[Trial, float]] = []
+    for number, trial in enumerate(left, len(wanted) - len(left) + 1):
+        begun_s = monotonic()
+        result = run_trial(study, trial, say)
+        study.results[trial.name] = result
+        study.save()
+        times_s.append((trial, monotonic() - begun_s))
+        rest_s = time_left_s(times_s, left[len(times_s) :])
+        found = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
+        say(
+            f"[{number}/{len(wanted)}] {trial.policy}, {ranks_text(trial.num_ranks)}, seed {trial.seed}: "
+            f"{result.problem or found}" + (f"; about {duration(rest_s)} left" if rest_s else "")
+        )
+
+
+def ranks_text(num_ranks: int) -> str:
+    """Return a number of ranks as text.
+
+    >>> ranks_text(1), ranks_text(4)
+    ('1 rank', '4 ranks')
+    """
+    return "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+
+
+def time_left_s(times_s: list[tuple[Trial, float]], left: list[Trial]) -> float:
+    """Return an estimate of the remaining time: the mean of trials on as many ranks, or of all trials."""
+    total = 0.0
+    for trial in left:
+        alike = [seconds for other, seconds in times_s if other.num_ranks == trial.num_ranks]
+        total += fmean(alike or [seconds for _, seconds in times_s])
+    return total
+
+
+def run_trial(study: Study, trial: Trial, say: Callable[[str], None]) -> Result:
+    """Run a trial to its end, and return its result.
+
+    Raises:
+        LaunchError: The launcher cannot start the job.
+    """
+    records: list[Record] = []
+    problem = ""
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        handle = submit(trial.job, key=f"study {study.id} {trial.name} {attempt}")
+        try:
+            status = handle.wait()
+        except KeyboardInterrupt:
+            say(f"the trial continues: {handle.id}; the next start of the study waits for it")
+            raise
+        records += handle.events()
+        if status.state == "succeeded":
+            return result_of(trial, records)
+        problem = problem_of(handle, records)
+        if status.exit_code in OWN_ERRORS or status.state == "cancelled":
+            break
+        say(f"{handle.id}: {status.state}: {problem}")
+    return result_of(trial, records, problem or "it did not succeed")
+
+
+def problem_of(handle: JobHandle, records: list[Record]) -> str:
+    """Return the reason of a failure, as far as it is known."""
+    failures = [record.event for record in records if isinstance(record.event, Failure)]
+    causes = [failure.message for failure in failures if failure.is_cause] or [f.message for f in failures]
+    if causes:
+        return causes[-1].splitlines()[0]
+    try:
+        return str(handle.status())
+    except (HorovodTrainError, LaunchError) as error:
+        return str(error)

@@ -1,0 +1,245 @@
+"""The table of a study: a row per policy and number of ranks, with means over seeds and comparisons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from horovod_train.config.schema import Job
+from horovod_train.study.results import Result
+from horovod_train.study.run import ranks_text
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Metric that a study compares; ``mode``: whether smaller (min) or larger (max) is better."""
+
+    name: str
+    mode: str
+
+    @property
+    def is_fraction(self) -> bool:
+        """Whether the metric is shown in percent."""
+        return "acc" in self.name.lower()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy on one number of ranks.
+
+    Attributes:
+        policy: Name of the policy.
+        num_ranks: Number of ranks.
+        results: Results of its seeds that succeeded.
+        problem: Reason for which all seeds failed; empty: some succeeded.
+        value: Mean of the metric.
+        spread: Standard deviation of the metric over seeds; None: one seed.
+        loss: Mean of the loss; None: the evaluation has none.
+        seconds: Mean time of training; None: unknown.
+    """
+
+    policy: str
+    num_ranks: int
+    results: tuple[Result, ...]
+    problem: str
+    value: float | None
+    spread: float | None
+    loss: float | None
+    seconds: float | None
+
+    @property
+    def first(self) -> Result:
+        """Result of the first seed, for fields that seeds share."""
+        return self.results[0]
+
+
+@dataclass(frozen=True)
+class StudyTable:
+    """Rows of a study, and the row with which the others are compared.
+
+    Attributes:
+        rows: Rows in ascending order of ranks.
+        base: The row with the fewest ranks; None: no trial has succeeded.
+        metric: The compared metric.
+        target_loss: Smallest loss that every trial reaches; None: unknown.
+    """
+
+    rows: tuple[Row, ...]
+    base: Row | None
+    metric: Metric
+    target_loss: float | None
+
+    def difference(self, row: Row) -> float | None:
+        """Return by how much a row is worse than the base, in the unit of the metric; negative: better."""
+        if self.base is None or self.base.value is None or row.value is None:
+            return None
+        sign = 1 if self.metric.mode == "max" else -1
+        return sign * (self.base.value - row.value)
+
+    def limit(self, row: Row) -> float | None:
+        """Return the spread of the seeds, of this row or of the base, whichever is larger; None: unknown."""
+        spreads = [each.spread for each in (row, self.base) if each is not None and each.spread is not None]
+        return max(spreads) if spreads else None
+
+    def is_safe(self, row: Row) -> bool | None:
+        """Return whether a row is not worse than the base by more than the spread; None: unknown."""
+        difference, limit = self.difference(row), self.limit(row)
+        return None if difference is None or limit is None else difference <= limit
+
+    def best_of(self, rows: Iterable[Row]) -> Row | None:
+        """Return the row with the best mean; None: no row has one."""
+        known = [(self.difference(row), row) for row in rows]
+        found = [
+            (difference, number, row)
+            for number, (difference, row) in enumerate(known)
+            if difference is not None
+        ]
+        return min(found)[2] if found else None
+
+
+def metric_of(job: Job, names: Sequence[str], wanted: str | None) -> Metric:
+    """Return the metric that a study compares.
+
+    Args:
+        job: The job, whose best checkpoint or early stopping may name a metric.
+        names: Metrics of the evaluations.
+        wanted: Name of the metric; None: the job's, ``accuracy``, or ``loss``.
+    """
+    named = [each for each in (job.checkpoint.best, job.evaluation.early_stopping) if each is not None]
+    for each in named:
+        if wanted in (None, each.metric):
+            return Metric(each.metric, each.mode)
+    name = wanted or next((each for each in ("accuracy", "loss", *names) if each in names), "loss")
+    return Metric(name, "min" if "loss" in name or "error" in name else "max")
+
+
+def table_of(results: Iterable[Result], metric: Metric) -> StudyTable:
+    """Return the table of the results of a study."""
+    groups: dict[tuple[int, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.num_ranks, result.policy), []).append(result)
+    order = {policy: number for number, (_, policy) in enumerate(groups)}
+    keys = sorted(groups, key=lambda key: (key[0], order[key[1]] if key in groups else 0))
+    rows = tuple(_row(*key, groups[key], metric) for key in keys)
+    succeeded = [row for row in rows if row.value is not None]
+    best = [result.best("loss", "min") for row in rows for result in row.results]
+    known = [each for each in best if each is not None]
+    target = max(known) if known and len(known) == len(best) else None
+    return StudyTable(rows, succeeded[0] if succeeded else None, metric, target)
+
+
+def _row(num_ranks: int, policy: str, results: Sequence[Result], metric: Metric) -> Row:
+    done = tuple(result for result in results if not result.problem)
+    values = [r.metrics[metric.name] for r in done if math.isfinite(r.metrics.get(metric.name, math.nan))]
+    losses = [r.metrics["loss"] for r in done if "loss" in r.metrics]
+    times = [r.seconds for r in done if r.seconds is not None]
+    return Row(
+        policy=policy,
+        num_ranks=num_ranks,
+        results=done,
+        problem="" if done else results[0].problem,
+        value=fmean(values) if values and len(values) == len(done) else None,
+        spread=stdev(values) if len(values) > 1 else None,
+        loss=fmean(losses) if losses else None,
+        seconds=fmean(times) if times else None,
+    )
+
+
+COLUMNS = (
+    "policy", "ranks", "global batch", "peak rate", "epochs", "steps", "time", "speed-up", "efficiency",
+)  # fmt: skip
+
+
+def cells_of(table: StudyTable) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Return the columns and the rows of a table as text."""
+    metric = table.metric.name
+    has_loss = metric != "loss" and any(row.loss is not None for row in table.rows)
+    columns = [*COLUMNS, metric, "spread", f"relative {metric}"]
+    columns += ["loss", "relative loss"] if has_loss else []
+    columns += [f"time to loss {table.target_loss:.3g}"] if table.target_loss is not None else []
+    columns += ["noise scale"] if any(r.noise_scale for row in table.rows for r in row.results) else []
+    return tuple(columns), tuple(_cells(table, row, columns, has_loss=has_loss) for row in table.rows)
+
+
+def _cells(table: StudyTable, row: Row, columns: Sequence[str], *, has_loss: bool) -> tuple[str, ...]:
+    base = table.base
+    if not row.results or base is None:
+        return (row.policy, str(row.num_ranks), *("-" for _ in columns[2:-1]), row.problem)
+    times_are_real = all(r.is_real for r in (*row.results, *base.results))
+    speedup = base.seconds / row.seconds if row.seconds and base.seconds and times_are_real else None
+    efficiency = speedup * base.num_ranks / row.num_ranks if speedup else None
+    mark = "" if all(r.is_real for r in row.results) else "*"
+    cells = [
+        row.policy,
+        str(row.num_ranks),
+        str(row.first.global_batch_size),
+        f"{row.first.peak_lr:.4g}",
+        f"{fmean(r.epochs for r in row.results):.3g}",
+        f"{fmean(r.num_steps for r in row.results):.0f}",
+        _known(row.seconds, "{:.1f} s") + mark,
+        _known(speedup, "{:.2f}"),
+        _known(efficiency, "{:.0%}"),
+        value_text(table.metric, row.value),
+        value_text(table.metric, row.spread, is_difference=True),
+        _relative(row.value, base.value),
+    ]
+    cells += [_known(row.loss, "{:.4f}"), _relative(row.loss, base.loss)] if has_loss else []
+    if table.target_loss is not None:
+        times = [r.seconds_to("loss", table.target_loss) for r in row.results]
+        known = [each for each in times if each is not None]
+        cells.append((f"{fmean(known):.1f} s" if known else "-") + mark)
+    if "noise scale" in columns:
+        scales = [r.noise_scale for r in row.results if r.noise_scale]
+        cells.append(f"{fmean(scales):.0f}" if scales else "-")
+    return tuple(cells)
+
+
+def value_text(metric: Metric, value: float | None, *, is_difference: bool = False) -> str:
+    """Return a value of a metric as text: accuracies in percent, differences of them in points.
+
+    >>> value_text(Metric("accuracy", "max"), 0.9822), value_text(Metric("loss", "min"), 0.0611)
+    ('98.2 %', '0.0611')
+    >>> value_text(Metric("accuracy", "max"), 0.005, is_difference=True)
+    '0.5'
+    """
+    if value is None:
+        return "-"
+    if not metric.is_fraction:
+        return f"{value:.4f}"
+    return f"{100 * value:.1f}" if is_difference else f"{100 * value:.1f} %"
+
+
+def _known(value: float | None, how: str) -> str:
+    return "-" if value is None else how.format(value)
+
+
+def _relative(value: float | None, base: float | None) -> str:
+    return "-" if value is None or not base else f"{value / base - 1:+.1%}"
+
+
+def verdicts(table: StudyTable) -> Iterator[str]:
+    """Yield sentences: what was lost by scaling, and which policy holds at each number of ranks."""
+    base, metric = table.base, table.metric
+    if base is None:
+        return
+    unit = " points" if metric.is_fraction else ""
+    for row in table.rows:
+        difference, limit, safe = table.difference(row), table.limit(row), table.is_safe(row)
+        if row is base or difference is None or safe:
+            continue
+        where = f"{ranks_text(row.num_ranks)}, {row.policy}: {metric.name} {value_text(metric, row.value)}"
+        worse = f"{value_text(metric, abs(difference), is_difference=True)}{unit}"
+        reference = f"{ranks_text(base.num_ranks)} ({value_text(metric, base.value)})"
+        if safe is None:
+            order = "worse" if difference > 0 else "better"
+            yield f"{where} is {worse} {order} than {reference}; one seed does not show if that is chance."
+        else:
+            spread = value_text(metric, limit, is_difference=True)
+            beyond = f"more than the spread of the seeds ({spread}{unit})"
+            yield f"{where} is {worse} worse than {reference}, {beyond}."
+    for num_ranks in sorted({row.num_ranks for row in table.rows} - {base.num_ranks}):
+        best = table.best_of(row for row in table.rows if row.num_ranks == num_ranks)
+        if best is not None:
+            yield f"Best at {ranks_text(num_ranks)}: {best.policy}, {value_text(metric, best.value)}."
