@@ -239,6 +239,27 @@ def wire_dtype_is_supported(job: Job) -> Iterator[Problem]:
         )
 
 
+def randomness_is_supported(job: Job) -> Iterator[Problem]:
+    """Refuse random numbers by sample where calls of the forward pass cannot be followed."""
+    if job.train.randomness != "sample":
+        return
+    fields = {
+        "train.compile": "a compiled model does not call the functions that draw by sample",
+        "train.cuda_graph": "a graph would repeat the random numbers of its capture",
+        "train.activation_checkpointing": "layers are called again in the backward pass",
+        "train.activations_mib": "layers are called again in the backward pass",
+    }
+    for path, reason in fields.items():
+        value = getattr(job.train, path.partition(".")[2])
+        if value:
+            yield Problem(
+                path,
+                shorten(value if isinstance(value, str | int | float | list) else "set"),
+                f"cannot be combined with train.randomness: sample: {reason}",
+                "remove one of them",
+            )
+
+
 def framework_supports_job(job: Job) -> Iterator[Problem]:
     """Refuse fields that the framework does not support."""
     support = SUPPORT.get(job.framework)
@@ -369,6 +390,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     determinism_is_possible,
     activations_are_chosen_once,
     compile_is_supported,
+    randomness_is_supported,
     wire_dtype_is_supported,
     framework_supports_job,
     strategy_is_available,

@@ -76,6 +76,10 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of initial weights, shuffling and dropout."""
 
+    randomness: Literal["rank", "sample"] = "rank"
+    """rank: each rank draws its own random numbers (dropout, augmentation); sample: random numbers depend on
+    the sample, so that results do not depend on the number of ranks (docs/scaling.md)."""
+
     deterministic: bool = False
     """Refuse operations with nondeterministic results."""
 

@@ -275,6 +275,13 @@ def has_model_parallel_ranks(strategy: Strategy) -> bool:
     return support is not None and support.axes is not None
 
 
+NO_SAMPLES = Refused(
+    "train.randomness",
+    "random numbers by sample need a model that each rank calls with whole samples",
+    "leave it out, or use allreduce, zero, ddp or fsdp",
+)
+
+
 def no_noise_scale(reason: str) -> tuple[Refused, ...]:
     """Return the fields that need the gradient of each rank before it is summed."""
     return (
@@ -294,6 +301,7 @@ PYTORCH_SUMS = (
 )
 SUMMED_IN_PROCESS = (
     *no_noise_scale("PyTorch sums the gradients of replicas during the backward pass"),
+    NO_SAMPLES,
     Refused("allreduce.wire_dtype", "a single process sends no gradients", "use fp32"),
     Refused("allreduce.codec", "a single process sends no gradients", "leave it out"),
     Refused("train.compile", "the model is replicated in each step", "leave it out"),
@@ -304,6 +312,7 @@ NO_FP16 = Refused(
 STAGES_CANNOT = (
     NO_FP16,
     *no_noise_scale("a rank has a part of the gradient only"),
+    NO_SAMPLES,
     Refused("train.channels_last", "stages exchange contiguous tensors", "leave it out"),
     Refused("train.compile", "the strategy calls the stages, not the compiled model", "leave it out"),
     NO_GRAPHS,
@@ -324,6 +333,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("allreduce.codec", "updates are combined uncompressed", "leave it out"),
             Refused("train.cuda_graph", "ranks exchange their losses in each step", "leave it out"),
             *no_noise_scale("ranks combine updates, not gradients"),
+            NO_SAMPLES,
         ),
         lr_follows_rank=True,
     ),
@@ -334,6 +344,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("allreduce.wire_dtype", "it would round the weights", "use fp32"),
             Refused("allreduce.codec", "it sends no gradients", "leave it out"),
             *no_noise_scale("ranks do not sum gradients in each step"),
+            NO_SAMPLES,
         ),
     ),
     "data_parallel": StrategySupport(NoArguments, (NO_GRAPHS, *SUMMED_IN_PROCESS)),
@@ -357,6 +368,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             NO_FP16,
             Refused("train.channels_last", "weights are gathered as contiguous tensors", "leave it out"),
             *no_noise_scale("DeepSpeed reduces gradients during the backward pass"),
+            NO_SAMPLES,
             Refused("optimizer.schedules", "DeepSpeed updates with its own optimizer", "leave it out"),
         ),
     ),
@@ -367,6 +379,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("train.channels_last", "weights are sharded as contiguous tensors", "leave it out"),
             NO_GRAPHS,
             *no_noise_scale("a rank has a part of the gradient only"),
+            NO_SAMPLES,
             Refused(
                 "allreduce.codec",
                 "residuals (unsent parts of gradients) are stored only for whole weights",
@@ -386,6 +399,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("allreduce.codec", "gradients are sent uncompressed", "leave it out"),
             Refused("train.cuda_graph", "gradients are sent by the host", "leave it out"),
             *no_noise_scale("ranks do not synchronize in each step"),
+            NO_SAMPLES,
             Refused("optimizer.schedules", "servers update the weights", "leave it out"),
         ),
         lr_follows_rank=True,

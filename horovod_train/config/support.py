@@ -45,7 +45,14 @@ class Support:
     note: str = ""
 
 
-def _only_torch() -> tuple[Refused, ...]:
+NO_SAMPLE_RANDOMNESS = Refused(
+    "train.randomness",
+    "random numbers by sample are available only with framework: torch and framework: jax",
+    "leave it out, or use framework: torch",
+)
+
+
+def _only_torch(*, has_sample_randomness: bool = False) -> tuple[Refused, ...]:
     """Return the fields that only the replica of the framework torch implements."""
     return (
         Refused(
@@ -64,6 +71,7 @@ def _only_torch() -> tuple[Refused, ...]:
             "schedules of arguments are available only with framework: torch",
             "leave it out, or use framework: torch",
         ),
+        *(() if has_sample_randomness else (NO_SAMPLE_RANDOMNESS,)),
         Refused(
             "train.batch_warmup",
             "the growth of the batch is available only with framework: torch",
@@ -83,10 +91,10 @@ def _only_torch() -> tuple[Refused, ...]:
     )
 
 
-def _compiles_itself(framework: str) -> tuple[Refused, ...]:
+def _compiles_itself(framework: str, *, has_sample_randomness: bool = False) -> tuple[Refused, ...]:
     """Return the fields that apply only to PyTorch."""
     return (
-        *_only_torch(),
+        *_only_torch(has_sample_randomness=has_sample_randomness),
         Refused(
             "train.compile",
             f"applies torch.compile; {framework} compiles steps by itself",
@@ -171,7 +179,9 @@ SUPPORT: Mapping[str, Support] = {
         (*_compiles_itself("Keras"), _updates_at_once("Keras")),
         note="on the tensorflow, torch and jax back ends (KERAS_BACKEND); no gradient norm",
     ),
-    "jax": Support(("jax",), "0.10.2", "ours, in jax.jit", _compiles_itself("JAX")),
+    "jax": Support(
+        ("jax",), "0.10.2", "ours, in jax.jit", _compiles_itself("JAX", has_sample_randomness=True)
+    ),
     "lightning": Support(
         ("lightning",),
         "2.6.6",

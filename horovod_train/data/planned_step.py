@@ -18,11 +18,13 @@ class PlannedStep:
     Attributes:
         share: This rank's part of the step's samples.
         is_last: Whether this is the last step of the epoch, or of the job.
+        epoch: Number of the epoch, from 0.
     """
 
     share: StepShare
     _stream: Iterator[Any]
     is_last: bool = False
+    epoch: int = 0
 
     def __len__(self) -> int:
         """Return the number of micro-batches; 0 is possible in a short step."""
@@ -50,10 +52,10 @@ class PlannedStep:
 
 
 def planned_steps(
-    shares: Iterable[StepShare], read: Callable[[list[MicroBatch]], Iterator[Any]]
+    shares: Iterable[StepShare], read: Callable[[list[MicroBatch]], Iterator[Any]], epoch: int = 0
 ) -> list[PlannedStep]:
     """Return the steps of a rank; ``read`` returns the stream of batches of the given micro-batches."""
     shares = list(shares)
     stream = read([micro_batch for share in shares for micro_batch in share.micro_batches])
     last = len(shares) - 1
-    return [PlannedStep(share, stream, place == last) for place, share in enumerate(shares)]
+    return [PlannedStep(share, stream, place == last, epoch) for place, share in enumerate(shares)]

@@ -28,6 +28,7 @@ from horovod_train.data.shard import MicroBatch, Order
 from horovod_train.data.waiting import timed
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset
+from horovod_train.frameworks.randomness import sample_seeds
 from horovod_train.frameworks.task import load_task_class
 from horovod_train.system.signals import PREEMPTION_SIGNALS
 
@@ -38,22 +39,41 @@ _SEED_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads seeds
 
 @dataclass(frozen=True)
 class Fetch:
-    """Request to a dataset: indices of samples, and the seed of their augmentation."""
+    """Request to a dataset.
+
+    Attributes:
+        indices: Indices of samples.
+        seed: Seed of their augmentation.
+        seeds: Seed of each sample's augmentation; empty: ``seed`` is that of all samples.
+    """
 
     indices: tuple[int, ...]
     seed: int
+    seeds: tuple[int, ...] = ()
+
+    def parts(self) -> Iterator[Fetch]:
+        """Yield a fetch for each sample that has its own seed, or this fetch."""
+        if not self.seeds:
+            yield self
+        for index, seed in zip(self.indices, self.seeds, strict=bool(self.seeds)):
+            yield Fetch((index,), seed)
 
 
-def fetches(seed: int, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[Fetch]:
-    """Yield the fetch of each micro-batch.
+def fetches(
+    seed: int, epoch: int, order: Order, micro_batches: Iterable[MicroBatch], *, by_sample: bool = False
+) -> Iterator[Fetch]:
+    """Yield the fetch of each micro-batch; ``by_sample``: with a seed for each sample.
 
     The seed of random augmentation depends on the epoch and on the position of the samples, not on the rank
     or on the number of resumes. An interrupted epoch therefore continues with the same augmentation.
     """
     for batch in micro_batches:
+        indices = order[batch.start : batch.stop].tolist()
+        seeds = sample_seeds(seed, epoch, indices).tolist() if by_sample else []
         yield Fetch(
-            tuple(order[batch.start : batch.stop].tolist()),
+            tuple(indices),
             (seed * 1_000_003 + epoch * _SEED_MULTIPLIER + batch.start) % 2**63,
+            tuple(each % 2**63 for each in seeds),
         )
 
 
@@ -149,12 +169,16 @@ class NumpyReader:
         data: The job's ``data`` section.
         seed: Seed of augmentation, for Python's and NumPy's generators.
         task: Location of the task, which loader processes import; None: they import no task.
+        by_sample: Seed augmentation for each sample, instead of for each micro-batch.
 
     Raises:
         UserError: The dataset has no length or no samples, or cannot be sent to loader processes.
     """
 
-    def __init__(self, dataset: Dataset, data: Data, seed: int, task: str | None = None) -> None:
+    def __init__(
+        self, dataset: Dataset, data: Data, seed: int, task: str | None = None, *, by_sample: bool = False
+    ) -> None:
+        self._by_sample = by_sample
         self._length = checked_length(dataset)
         self._dataset = dataset
         self._data = data
@@ -170,7 +194,7 @@ class NumpyReader:
         return timed(self._read(epoch, order, micro_batches))
 
     def _read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
-        wanted = fetches(self._seed, epoch, order, micro_batches)
+        wanted = fetches(self._seed, epoch, order, micro_batches, by_sample=self._by_sample)
         if self._pool is None:
             for fetch in wanted:
                 with seeded_generators(fetch.seed):  # restored before the step runs
@@ -219,18 +243,31 @@ def _open_loader(rank_pid: int, _task: TaskModule, dataset: Dataset) -> None:
 
 def _read_in_loader(fetch: Fetch) -> object:
     assert _dataset_of_loader is not None
-    random.seed(fetch.seed)
-    np.random.seed(fetch.seed % 2**32)
     return read_batch(_dataset_of_loader, fetch)
 
 
 def read_batch(dataset: Dataset, fetch: Fetch) -> Any:
     """Read the samples of a fetch, and join them into a batch."""
-    many: Callable[[Sequence[int]], list[object]] | None = getattr(dataset, "__getitems__", None)
-    indices = list(fetch.indices)
-    samples = many(indices) if many is not None else [dataset[index] for index in indices]
+    samples: list[object] = []
+    for part in fetch.parts():
+        seed_numpy(part.seed)
+        samples += read_samples(dataset, part.indices)
+    if fetch.seeds:
+        seed_numpy(fetch.seed)
     collate: Callable[[list[object]], object] = getattr(dataset, "collate", stack_samples)
     return collate(samples)
+
+
+def read_samples(dataset: Dataset, indices: Sequence[int]) -> list[object]:
+    """Return samples of a dataset."""
+    many: Callable[[Sequence[int]], list[object]] | None = getattr(dataset, "__getitems__", None)
+    return many(list(indices)) if many is not None else [dataset[index] for index in indices]
+
+
+def seed_numpy(seed: int) -> None:
+    """Seed the generators of Python and NumPy."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def stack_samples(samples: Sequence[Any]) -> Any:
@@ -248,8 +285,7 @@ def stack_samples(samples: Sequence[Any]) -> Any:
 def seeded_generators(seed: int) -> Iterator[None]:
     """Return a context that seeds Python's and NumPy's generators, and restores their state at its end."""
     saved = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_numpy(seed)
     try:
         yield
     finally:

@@ -42,4 +42,6 @@ def plan_epoch(
         batch_size_at=lambda cursor: batch_size_at(progress.epoch + cursor / order.num_samples),
     )
     places = epoch_order(order.num_samples, order.seed, progress.epoch, shuffle=order.shuffle)
-    return planned_steps(islice(shares, max_steps), partial(reader.read, progress.epoch, places))
+    return planned_steps(
+        islice(shares, max_steps), partial(reader.read, progress.epoch, places), progress.epoch
+    )

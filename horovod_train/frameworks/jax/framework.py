@@ -17,7 +17,7 @@ from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.devices import own_gpu
-from horovod_train.frameworks.jax.replica import JaxReplica, Keys
+from horovod_train.frameworks.jax.replica import JaxReplica, Keys, SampleKeys
 from horovod_train.frameworks.jax.task import OPTIONAL, REQUIRED
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
@@ -47,10 +47,11 @@ class JaxFramework:
         """Return this rank's replica and the readers of training and evaluation data."""
         world = mesh.data
         choose_device(job, mesh.world)
-        self._keys = Keys()
+        by_sample = job.train.randomness == "sample"
+        self._keys = SampleKeys(job.train.seed) if by_sample else Keys()
         task = load_task(job.task, job.task_args, REQUIRED)
         report_unused_methods(task, (*REQUIRED, *OPTIONAL), world)
-        read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
+        read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task, by_sample=by_sample)
         train_reader = read(task.train_data())
         eval_data = getattr(task, "eval_data", None)
         optimizer = make_optimizer(

@@ -16,6 +16,7 @@ from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks.arrays import check_fits, from_blob, to_blob
 from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
@@ -23,6 +24,7 @@ from horovod_train.frameworks.jax.exchange import Exchange
 from horovod_train.frameworks.jax.optax import Tree, broadcast
 from horovod_train.frameworks.jax.task import JaxTask
 from horovod_train.frameworks.loss_scale import LossScale
+from horovod_train.frameworks.randomness import sample_seeds
 from horovod_train.frameworks.task import check_is_one_number
 
 Out = TypeVar("Out")
@@ -37,10 +39,25 @@ class Keys:
     def __init__(self) -> None:
         self.state = jax.random.PRNGKey(0)
 
-    def next(self) -> jax.Array:
-        """Return a new key."""
+    def of(self, epoch: int, micro_batch: MicroBatch) -> jax.Array:
+        """Return a new key for a micro-batch."""
+        del epoch, micro_batch
         self.state, key = jax.random.split(self.state)
         return key
+
+
+class SampleKeys(Keys):
+    """A key for each sample, which does not depend on ranks (``train.randomness: sample``)."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def of(self, epoch: int, micro_batch: MicroBatch) -> jax.Array:
+        """Return the keys of the samples of a micro-batch, shape [samples, 2]."""
+        seeds = sample_seeds(self._seed, epoch, range(micro_batch.start, micro_batch.stop))
+        halves = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1)
+        return jnp.asarray(halves.astype(np.uint32))
 
 
 class JaxReplica(IdenticalReplica):
@@ -106,7 +123,7 @@ class JaxReplica(IdenticalReplica):
                 gradients,
                 loss,
                 batch,
-                self._keys.next(),
+                self._keys.of(step.epoch, micro_batch),
                 micro_batch.share,
                 self.scale.scale,
             )

@@ -9,7 +9,8 @@ class MyTask:
     def metrics(self, params, batch): ...      optional: {name: one value per sample}
 
 ``loss`` and ``metrics`` are compiled with ``jax.jit``. ``rng`` is a new key for each micro-batch of each
-rank. An evaluation without ``metrics`` calls ``loss`` with ``rng=None``.
+rank; with ``train.randomness: sample``, it contains a key for each sample, shape [samples, 2], for
+``jax.vmap``. An evaluation without ``metrics`` calls ``loss`` with ``rng=None``.
 """
 
 from __future__ import annotations

@@ -290,6 +290,7 @@ def reader_factory(job: Job, device: torch.device, **more: Any) -> Callable[...,
         seed=job.train.seed,
         placed=placement(device, job.train),
         task=job.task,
+        by_sample=job.train.randomness == "sample",
         **more,
     )
 

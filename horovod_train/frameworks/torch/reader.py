@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -24,6 +24,8 @@ from horovod_train.frameworks.reader import (
     checked_length,
     exit_with_rank,
     fetches,
+    read_samples,
+    seed_numpy,
     seeded_generators,
     start_loader_server,
 )
@@ -35,7 +37,6 @@ class _SeededFetches:
     def __init__(self, task: TaskModule, dataset: Dataset) -> None:
         self._task = task
         self._dataset = dataset
-        self._many: Callable[[Sequence[int]], list[object]] | None = getattr(dataset, "__getitems__", None)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Unpickled in this order: the task's module is imported before its classes are needed.
@@ -46,14 +47,18 @@ class _SeededFetches:
         saved = None if in_loader else torch.get_rng_state()
         # Not torch.manual_seed, which also seeds the generators of all GPUs.
         torch.default_generator.manual_seed(fetch.seed)
+        samples: list[object] = []
         with seeded_generators(fetch.seed):
             try:
-                if self._many is not None:
-                    return self._many(list(fetch.indices))
-                return [self._dataset[index] for index in fetch.indices]
+                for part in fetch.parts():
+                    if fetch.seeds:
+                        torch.default_generator.manual_seed(part.seed)
+                        seed_numpy(part.seed)
+                    samples += read_samples(self._dataset, part.indices)
             finally:
                 if saved is not None:
                     torch.set_rng_state(saved)
+        return samples
 
 
 def _leave_with(rank_pid: int, _worker_id: int) -> None:
@@ -80,6 +85,7 @@ class TorchReader:
         placed: Device and memory format of batches.
         task: Location of the task, whose module loader processes import; None: they import none.
         collate: Joins samples into a batch, if the dataset has no ``collate``.
+        by_sample: Seed augmentation for each sample, instead of for each micro-batch.
 
     Raises:
         UserError: The dataset has no length or no samples, or cannot be sent to loader processes.
@@ -93,7 +99,10 @@ class TorchReader:
         placed: Placement,
         task: str | None = None,
         collate: Callable[[list[object]], object] = default_collate,
+        *,
+        by_sample: bool = False,
     ) -> None:
+        self._by_sample = by_sample
         self._length = checked_length(dataset)
         self._seed = seed
         self._placed = placed
@@ -133,7 +142,7 @@ class TorchReader:
         return timed(self._read(epoch, order, micro_batches))
 
     def _read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
-        self._schedule.fetches = fetches(self._seed, epoch, order, micro_batches)
+        self._schedule.fetches = fetches(self._seed, epoch, order, micro_batches, by_sample=self._by_sample)
         try:
             batches = iter(self._loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

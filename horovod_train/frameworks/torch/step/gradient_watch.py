@@ -8,7 +8,7 @@ after the gradient is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 
 import torch
@@ -45,8 +45,15 @@ class GradientWatch:
         self._gradients: Gradients = []
         self._versions: list[int] = []
 
+    def watched(self, share: float) -> AbstractContextManager[None]:
+        """Return the context of the task's loss, for a micro-batch with a fraction of the step's samples.
+
+        Without other micro-batches and ranks, the loss may change gradients.
+        """
+        return self._watched() if share < 1 else nullcontext()
+
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def _watched(self) -> Iterator[None]:
         """Compare gradients and hooks before and after the block, which computes the task's loss.
 
         Raises:

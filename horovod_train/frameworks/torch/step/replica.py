@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Protocol, cast
 
 import torch
@@ -13,6 +12,7 @@ from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Ema, Health, Train
 from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.sizes.flops import FlopCounter
@@ -29,6 +29,7 @@ from horovod_train.frameworks.torch.step.gradient_watch import GradientWatch
 from horovod_train.frameworks.torch.step.graphs import Recorder, StepGraphs, rate_of_graphs
 from horovod_train.frameworks.torch.step.loss import StepLoss
 from horovod_train.frameworks.torch.step.noise import NoiseMeter
+from horovod_train.frameworks.torch.step.sample_random import draws_of
 from horovod_train.frameworks.torch.step.statistics import RunningStatistics
 from horovod_train.frameworks.torch.step.update import (
     DeviceScaler,
@@ -141,6 +142,7 @@ class TorchReplica(ReplicaBase):
         self._not_optimized: list[torch.nn.Parameter] = []
         self._graphs: StepGraphs | None = None
         self._scheduled = ScheduledArguments(optimizer)
+        self._draws = draws_of(train, self.device)
 
     def _lag_steps(self, wanted: int | None) -> int:
         may_skip = self._guard_gradients or self.train.precision == "fp16"
@@ -191,16 +193,18 @@ class TorchReplica(ReplicaBase):
         for number, (micro_batch, batch) in enumerate(step, 1):
             clock.lap("data")
             if not (self._graphs and self._try_replay(self._graphs, batch, micro_batch.share, clock)):
-                self._run_passes(batch, micro_batch.share, clock, is_last=number == len(step))
+                self._run_passes(batch, micro_batch, step.epoch, clock, is_last=number == len(step))
 
-    def _run_passes(self, batch: object, share: float, clock: StepClock, *, is_last: bool) -> None:
+    def _run_passes(
+        self, batch: object, micro_batch: MicroBatch, epoch: int, clock: StepClock, *, is_last: bool
+    ) -> None:
         """Run forward and backward pass of a micro-batch."""
         self.strategy.set_requires_sync(is_last=is_last)
-        with nullcontext() if share else self.without_statistics():
-            with self.autocast(), self._gradient_watch.watched() if share < 1 else nullcontext():
+        with self._draws.micro_batch(epoch, micro_batch), self.statistics_of(micro_batch.share):
+            with self.autocast(), self._draws.forward(), self._gradient_watch.watched(micro_batch.share):
                 loss = self._task.loss(self.forward_model, batch)
             clock.lap("forward")
-            self._add_gradient(loss, share)
+            self._add_gradient(loss, micro_batch.share)
         clock.lap("backward")
 
     def _add_gradient(self, loss: object, share: float) -> None:

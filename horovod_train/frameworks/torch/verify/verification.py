@@ -372,7 +372,7 @@ def part_of(whole: torch.Tensor, part: Part | None, like: torch.Tensor) -> torch
 
 def _rerun(step: PlannedStep, micro_batches: Sequence[Any]) -> PlannedStep:
     """Return a copy of a step with batches that were already read."""
-    return PlannedStep(step.share, iter([batch for _, batch in micro_batches]), step.is_last)
+    return PlannedStep(step.share, iter([batch for _, batch in micro_batches]), step.is_last, step.epoch)
 
 
 def _rms(tensor: torch.Tensor) -> float:
