@@ -210,15 +210,17 @@ def _measuring_noise(job: Job) -> Job:
 
 def problem_of(job: Job) -> str:
     """Return a digest of what a job trains: task, data, length and precision, without rates and sizes."""
-    tree = job.model_dump(mode="json", exclude=NOT_PART_OF_THE_PROBLEM)
-    tree["train"] = {name: value for name, value in tree["train"].items() if name not in SIZES}
+    # Without defaults: a later version of this package has further fields.
+    tree = job.model_dump(mode="json", exclude=NOT_PART_OF_THE_PROBLEM, exclude_defaults=True)
+    tree["train"] = {name: value for name, value in tree.get("train", {}).items() if name not in SIZES}
     return _digest(tree)
 
 
 def policy_digest(job: Job) -> str:
     """Return a digest of a job's policy: optimizer, learning rate and growth of the batch."""
-    tree = job.model_dump(mode="json", include={"lr", "optimizer"})
-    return _digest([tree, job.model_dump(mode="json")["train"]["batch_warmup"]])
+    tree = job.model_dump(mode="json", include={"lr", "optimizer"}, exclude_defaults=True)
+    warmup = job.train.batch_warmup
+    return _digest([tree, None if warmup is None else warmup.model_dump(mode="json")])
 
 
 def batch_of(job: Job, num_ranks: int) -> int:
