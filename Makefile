@@ -13,7 +13,7 @@
 #   make coverage branches of the loop, hooks, strategies and collectives that unit tests take
 #   make mutants  change the core code in 320 places, and see unit tests fail
 #   make bench    measure against hand-written loops and DistributedDataParallel
-#   make accuracy train digits on 1, 2 and 4 ranks, five seeds each
+#   make accuracy train the study of digits in docs/scaling.md
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -183,7 +183,7 @@ bench: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m benchmarks.slow_links
 
 accuracy: tools $(VENV)/installed-dev $(VENV)/engine-dev
-	@$(BIN)/python -m benchmarks.accuracy
+	@$(BIN)/horovod-train study digits --seeds 5 --policies linear,sqrt,legw,adascale --set launch.threads_per_rank=1
 
 clean:
 	rm -rf $(VENV) $(MXNET) $(CUDA) build *.egg-info

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from programs.noisy import model_of
 from support.torch_threads import on_torch_ranks, run_of, weights_of
 from torch import nn
 from torch.nn import functional
@@ -190,68 +189,9 @@ def test_seeds_of_samples_differ():
     assert len(seeds) == 9000
 
 
-class Noisy:
-    """A model with dropout in layers and attention, noise, and data with random crops."""
-
-    def __init__(self, kind="transformer", data="plain"):
-        self.kind, self.data = kind, data
-
-    def model(self):
-        return copy.deepcopy(model_of(self.kind))
-
-    def train_data(self):
-        return {"plain": Images, "crops": Crops, "many": ManyCrops}[self.data]()
-
-    def loss(self, model, batch):
-        images, labels = batch
-        return functional.cross_entropy(model(images + 0.1 * torch.randn_like(images)), labels)
-
-
-@cache
-def model_of(kind):
-    """The model, made before ranks are, which are threads and share the generators."""
-    torch.manual_seed(0)
-    if kind == "convolution":
-        return nn.Sequential(
-            nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Dropout2d(0.1), nn.Flatten(), nn.Linear(96, 16),
-            nn.Dropout(0.1), nn.Linear(16, 3),
-        )  # fmt: skip
-    layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.1, batch_first=True)
-    return nn.Sequential(nn.Flatten(1, 2), layer, nn.Flatten(), nn.Dropout(0.1), nn.Linear(36, 3))
-
-
-class Images:
-    """50 images of 6 x 6 pixels."""
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(1)
-        self.images = torch.randn(50, 1, 8, 8, generator=generator)
-        self.labels = torch.randint(3, (50,), generator=generator)
-
-    def __len__(self):
-        return 50
-
-    def __getitem__(self, index):
-        return self.images[index, :, 1:7, 1:7], self.labels[index]
-
-
-class Crops(Images):
-    """Random parts of the images, with random brightness."""
-
-    def __getitem__(self, index):
-        top, left = np.random.randint(0, 3, 2)
-        image = self.images[index, :, top : top + 6, left : left + 6] * (1 + 0.1 * torch.rand(()))
-        return image, self.labels[index]
-
-
-class ManyCrops(Crops):
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
-
-
 def fields_of(**more):
     return {
-        "name": "noisy", "task": "test_sample_randomness:Noisy",
+        "name": "noisy", "task": "programs.noisy:Noisy",
         "lr": {"base_lr": 0.1, "scaling": "none"}, "optimizer": {"args": {"momentum": 0.9}},
         **more,
         "train": {"epochs": 4, "global_batch_size": 6, "batch_size_per_rank": 4, "randomness": "sample",

@@ -3,8 +3,8 @@ r"""Random numbers that do not depend on the number of ranks (``train.randomness
 Each random number of a forward pass is a hash of (seed, epoch, place of the sample in the epoch, number of
 the call, number of the element). A sample therefore has the same dropout mask and the same noise on any
 number of ranks, in any micro-batch, and after a resume. The functions of PyTorch that draw numbers are
-replaced by functions that use the hash while a forward pass runs in this thread. They require the batch as the
-first dimension.
+replaced by functions that use the hash while a forward pass runs in this thread. They require the batch as
+the first dimension.
 
 A draw that is not replaced changes the state of a default generator, which is checked after each micro-batch;
 the job then ends with the name of the operation. The hash is the mixer ``lowbias32`` of Christopher Wellons
