@@ -32,6 +32,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.randomness import sample_seeds
 
 MASK16 = 0xFFFF
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
 HINT = "draw with the batch as first dimension, by functions of torch or torch.nn.functional; or set \
 train.randomness: rank"
 _active: dict[int, SampleDraws] = {}
@@ -128,7 +129,8 @@ class SampleDraws(RankDraws):
             )
         self._num_calls += 1
         length = math.prod(shape) // num_samples
-        keys = mixed64(self._keys + self._num_calls * 0x1E3779B97F4A7C15)
+        offset = (self._num_calls * GOLDEN + 2**63) % 2**64 - 2**63  # in 64 bits
+        keys = mixed64(self._keys + offset)
         return mixed32(self._counter(length) ^ keys.to(torch.int32).unsqueeze(1)).reshape(list(shape))
 
     def _counter(self, length: int) -> torch.Tensor:

@@ -1,0 +1,139 @@
+"""What the gradient noise scale and random numbers by sample cost, on two ranks.
+
+Steps with and without are those of alternating epochs of one training: two processes on a shared machine
+differ by more than what is measured. A pair is an epoch with, and the epoch after it without; the ratio of a
+pair is that of their mean step times, without the slowest fifth.
+
+usage: python -m benchmarks.scaling [--pairs N] [--steps N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.on_ranks import found_on_ranks, tell
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
+from horovod_train.frameworks.torch.framework import TorchFramework
+from horovod_train.frameworks.torch.step.sample_random import draws_of
+from horovod_train.rank import make_run
+from horovod_train.training.loop import begin, finish_epoch, rest_of_epoch
+from horovod_train.training.run import Run
+
+KINDS = ("noise scale every 10 steps", "noise scale in each step", "random numbers by sample")
+WARMUP_EPOCHS = 2
+
+
+class Samples:
+    """Token sequences as vectors, of which a random part is read."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        start = int(torch.randint(16, ()))
+        return torch.ones(80, 128)[start : start + 64] * (index % 7 - 3), index % 10
+
+
+class Transformer:
+    """A transformer of four layers with dropout, and noise on its input."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def model(self) -> nn.Module:
+        """Return the network."""
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True)
+        return nn.Sequential(nn.TransformerEncoder(layer, 4), nn.Flatten(), nn.Linear(64 * 128, 10))
+
+    def train_data(self) -> Samples:
+        """Return the samples."""
+        return Samples(self._num_samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the mean loss."""
+        values, labels = batch
+        return functional.cross_entropy(model(values + 0.1 * torch.randn_like(values)), labels)
+
+
+def switch(run: Run, kind: str, *, is_on: bool) -> None:
+    """Enable or disable what is measured, for the next epoch."""
+    replica: Any = run.replica
+    if kind == KINDS[2]:
+        train = run.job.train.model_copy(update={"randomness": "sample" if is_on else "rank"})
+        replica._draws = draws_of(train, replica.device)  # noqa: SLF001
+        if is_on:
+            replica._draws._finder = None  # noqa: SLF001  (it records the first micro-batch of a job)
+        run.train_reader._by_sample = is_on  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def rank(kind: str, pairs: int, steps: int) -> None:
+    """Train on this rank, and tell the ratio of each pair."""
+    batch_size = 8
+    job = Job.model_validate(
+        {
+            "name": "b",
+            "task": "benchmarks.scaling:Transformer",
+            "task_args": {"num_samples": 2 * batch_size * steps},
+            "train": {"epochs": 10_000, "batch_size_per_rank": batch_size, "device": "cpu"},
+            "lr": {"base_lr": 1e-4},
+            "metrics": {"noise_scale_every_steps": 10 if kind in KINDS[:2] else None},
+        }
+    )
+    framework = TorchFramework()
+    world = framework.connect(job)
+    run = make_run(job, Mesh(world, world), *framework.prepare(job, Mesh(world, world)))
+    run.replica.broadcast()
+    begin(run)
+    medians: list[float] = []
+    for epoch in range(WARMUP_EPOCHS + 2 * pairs):
+        is_on = epoch % 2 == 0
+        switch(run, kind, is_on=is_on)
+        times_s = []
+        for number, step in enumerate(rest_of_epoch(run)):
+            if kind in KINDS[:2]:
+                run.replica.noise.is_due = is_on and (kind == KINDS[1] or number % 10 == 0)  # type: ignore[attr-defined]
+            begun_s = perf_counter()
+            run.replica.step(step, run.lr_of(step.share.num_samples), want_norm=False)
+            times_s.append(perf_counter() - begun_s)
+            run.progress.advance(step.share.num_samples, 0.0)
+        finish_epoch(run)
+        medians.append(statistics.fmean(sorted(times_s)[: -len(times_s) // 5]))  # without the slowest fifth
+    told = medians[WARMUP_EPOCHS:]
+    tell(world, {"ratios": [on / off for on, off in zip(told[::2], told[1::2], strict=True)], "s": told[1]})
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=20)
+    chosen = parser.parse_args()
+    print("| on against off | median ratio | lowest | highest | step |")
+    print("|---|---|---|---|---|", flush=True)
+    for kind in KINDS:
+        found = found_on_ranks(__spec__.name, [kind, str(chosen.pairs), str(chosen.steps)], 2, "mpi")
+        ratios = sorted(found["ratios"])
+        print(
+            f"| {kind} | {statistics.median(ratios):.3f} | {ratios[0]:.3f} | {ratios[-1]:.3f} | "
+            f"{1000 * found['s']:.0f} ms |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        rank(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        main()
