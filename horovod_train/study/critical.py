@@ -86,7 +86,7 @@ def default_epochs(num_epochs: int) -> tuple[int, ...]:
     return tuple(sorted(epoch for epoch in found if epoch < num_epochs))
 
 
-def measure(study: Study, job: Job, branching: Branching, say: Callable[[str], None]) -> None:
+def measure(study: Study, job: Job, branching: Branching, report: Callable[[str], None]) -> None:
     """Train the base and all branches that are not in the study yet; results are added to the study.
 
     Raises:
@@ -95,8 +95,8 @@ def measure(study: Study, job: Job, branching: Branching, say: Callable[[str], N
     branching.check(job)
     base = _trial(job, study.folder, BASE, {"checkpoint.keep_last": job.train.epochs + 1})
     if BASE not in study.results:
-        say(f"training {BASE}: {job.train.epochs} epochs at a global batch of {base.global_batch_size}")
-        study.results[BASE] = run_trial(study, base, say)
+        report(f"training {BASE}: {job.train.epochs} epochs at a global batch of {base.global_batch_size}")
+        study.results[BASE] = run_trial(study, base, report)
         study.save()
     if study.results[BASE].problem:
         raise UserError(f"{BASE} failed: {study.results[BASE].problem}", hint=f"delete {study.folder}")
@@ -108,10 +108,10 @@ def measure(study: Study, job: Job, branching: Branching, say: Callable[[str], N
                 batch = base.global_batch_size * multiple
                 if (epoch, seed, batch) in known:
                     continue
-                branch = _train_branch(study, job, checkpoints[epoch], epoch, seed, batch, branching, say)
+                branch = _train_branch(study, job, checkpoints[epoch], epoch, seed, batch, branching, report)
                 study.critical.append(asdict(branch))
                 study.save()
-                say(f"epoch {epoch}, seed {seed}, batch {batch}: loss {branch.loss:.5f}")
+                report(f"epoch {epoch}, seed {seed}, batch {batch}: loss {branch.loss:.5f}")
 
 
 def _train_branch(
@@ -122,7 +122,7 @@ def _train_branch(
     seed: int,
     batch: int,
     branching: Branching,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Branch:
     progress = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["progress"]
     num_samples = branching.length_epochs * progress["order"]["num_samples"]
@@ -140,7 +140,7 @@ def _train_branch(
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(checkpoint, partial)
         partial.rename(own)
-    result = run_trial(study, trial, say)
+    result = run_trial(study, trial, report)
     shutil.rmtree(own.parent, ignore_errors=True)
     if result.problem or "loss" not in result.metrics:
         raise UserError(

@@ -26,28 +26,28 @@ OWN_ERRORS = {2, 3}
 """Exit codes of failures that would occur again: configuration, and values that are not finite."""
 
 
-def run_trials(study: Study, trials: Iterable[Trial], say: Callable[[str], None]) -> None:
+def run_trials(study: Study, trials: Iterable[Trial], report: Callable[[str], None]) -> None:
     """Run the trials that have no result, and save the study after each.
 
     Args:
         study: The study; results are added.
         trials: All trials of the study.
-        say: Prints a line.
+        report: Prints a line.
     """
     wanted = list(trials)
     left = [trial for trial in wanted if trial.name not in study.results]
     if len(left) < len(wanted):
-        say(f"{len(wanted) - len(left)} of {len(wanted)} trials have results already")
+        report(f"{len(wanted) - len(left)} of {len(wanted)} trials have results already")
     times_s: list[tuple[Trial, float]] = []
     for number, trial in enumerate(left, len(wanted) - len(left) + 1):
         begun_s = monotonic()
-        result = run_trial(study, trial, say)
+        result = run_trial(study, trial, report)
         study.results[trial.name] = result
         study.save()
         times_s.append((trial, monotonic() - begun_s))
         rest_s = time_left_s(times_s, left[len(times_s) :])
         found = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
-        say(
+        report(
             f"[{number}/{len(wanted)}] {trial.policy}, {ranks_text(trial.num_ranks)}, seed {trial.seed}: "
             f"{result.problem or found}" + (f"; about {duration(rest_s)} left" if rest_s else "")
         )
@@ -71,7 +71,7 @@ def time_left_s(times_s: list[tuple[Trial, float]], left: list[Trial]) -> float:
     return total
 
 
-def run_trial(study: Study, trial: Trial, say: Callable[[str], None]) -> Result:
+def run_trial(study: Study, trial: Trial, report: Callable[[str], None]) -> Result:
     """Run a trial to its end, and return its result.
 
     Raises:
@@ -84,7 +84,7 @@ def run_trial(study: Study, trial: Trial, say: Callable[[str], None]) -> Result:
         try:
             status = handle.wait()
         except KeyboardInterrupt:
-            say(f"the trial continues: {handle.id}; the next start of the study waits for it")
+            report(f"the trial continues: {handle.id}; the next start of the study waits for it")
             raise
         records += handle.events()
         if status.state == "succeeded":
@@ -92,7 +92,7 @@ def run_trial(study: Study, trial: Trial, say: Callable[[str], None]) -> Result:
         problem = problem_of(handle, records)
         if status.exit_code in OWN_ERRORS or status.state == "cancelled":
             break
-        say(f"{handle.id}: {status.state}: {problem}")
+        report(f"{handle.id}: {status.state}: {problem}")
     return result_of(trial, records, problem or "it did not succeed")
 
 

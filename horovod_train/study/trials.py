@@ -109,8 +109,8 @@ def policies_of(job: Job, names: Sequence[str]) -> list[Policy]:
                 hint=f"rules are {', '.join(sorted(SCALINGS.rows))}",
             )
     taken = [policy.name for policy in found]
-    if twice := sorted({name for name in taken if taken.count(name) > 1}):
-        raise UserError(f"policies are given twice: {', '.join(twice)}", hint="rename a file")
+    if duplicates := sorted({name for name in taken if taken.count(name) > 1}):
+        raise UserError(f"policies are given twice: {', '.join(duplicates)}", hint="rename a file")
     return found
 
 
@@ -184,8 +184,8 @@ def _real_ranks(job: Job, num_ranks: int, num_cores: int) -> int:
     Strategies whose ranks differ in their samples or weights are not replaced by accumulation.
     """
     is_replaceable = job.strategy.name in {"allreduce", "zero", "ddp", "fsdp"}
-    is_here = job.launch.launcher in {"auto", "local", "horovodrun", "mpirun"}
-    if not (is_replaceable and is_here):
+    is_local = job.launch.launcher in {"auto", "local", "horovodrun", "mpirun"}
+    if not (is_replaceable and is_local):
         return num_ranks
     return max(divisor for divisor in range(1, min(num_ranks, num_cores) + 1) if num_ranks % divisor == 0)
 

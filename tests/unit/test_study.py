@@ -292,7 +292,7 @@ class TestTheFile:
         study = self.study(tmp_path / "s", job, *(result_of(trial, []) for trial in wanted[:3]))
         monkeypatch.setattr(
             "horovod_train.study.run.run_trial",
-            lambda study, trial, say: run.append(trial) or result_of(trial, []),
+            lambda study, trial, report: run.append(trial) or result_of(trial, []),
         )
         run_trials(study, wanted, said.append)
 
