@@ -40,24 +40,44 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 @click.command(name="study")
 @job_argument
 @click.option("--ranks", type=Numbers(), default="1,2,4,8", show_default=True, help="Numbers of ranks.")
-@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Seeds of each row.")
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Number of seeds of each row, counted up from train.seed.",
+)
 @click.option(
     "--policies",
     default="",
     metavar="NAME,...",
-    help="Scaling rules, or files with fields of a job; default: the rule of JOB.",
+    help="Scaling rules, or files (YAML, TOML, JSON) with fields that override those of JOB; default: its rule.",
 )
-@click.option("--metric", metavar="NAME", help="Metric to compare; default: that of the best checkpoint.")
+@click.option(
+    "--metric",
+    metavar="NAME[:min|max]",
+    help="Metric to compare; default: that of checkpoint.best or early stopping, else accuracy or loss.",
+)
 @click.option("--critical-batch", is_flag=True, help="Measure the critical batch size instead of the table.")
 @click.option("--branch-epochs", type=Numbers(), help="With --critical-batch: epochs after which to branch.")
 @click.option(
-    "--branch-length", type=float, default=1.0, show_default=True, help="Length of a branch, in epochs."
+    "--branch-length",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="With --critical-batch: length of a branch, in epochs.",
 )
 @click.option(
-    "--multiples", type=Numbers(), default="1,2,4,8,16", show_default=True, help="Multiples of the batch."
+    "--multiples",
+    type=Numbers(),
+    default="1,2,4,8,16",
+    show_default=True,
+    help="With --critical-batch: multiples of the batch.",
 )
 @click.option(
-    "--output", type=click.Path(path_type=Path), help="Folder of the study; default: next to the runs."
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Folder of the study; default: RUN_DIR/NAME/study, which `run`, `submit` and `plan` consult.",
 )
 @set_option
 def command(
@@ -82,42 +102,48 @@ def command(
     from horovod_train.cli.cmd_run import refuse_as_rank
     from horovod_train.config.load import load_job
     from horovod_train.config.shipped import job_file
+    from horovod_train.errors import UserError
     from horovod_train.study.critical import Branching, default_epochs, measure
-    from horovod_train.study.results import folder_of, open_study
+    from horovod_train.study.document import report_of_study
+    from horovod_train.study.results import folder_of, locked, open_study
     from horovod_train.study.run import run_trials
+    from horovod_train.study.table import metric_of, table_of
     from horovod_train.study.trials import policies_of, trials_of
 
     refuse_as_rank()
     described = load_job(job_file(job), overrides)
     folder = folder_of(described) if output is None else output.absolute()
-    study = open_study(described, folder, os.urandom(8).hex())
-    num_cores = len(os.sched_getaffinity(0))
-    if critical_batch:
-        epochs = branch_epochs or default_epochs(described.train.epochs)
-        branching = Branching(epochs, multiples, branch_length, seeds)
-        branching.check(described)
-        folder.mkdir(parents=True, exist_ok=True)
+    if metric is not None:
+        metric_of(described, (), metric)  # refuses a metric whose direction is unknown, before the trials
+    chosen = policies_of(described, [name for name in policies.split(",") if name])
+    with locked(folder):
+        study = open_study(described, folder, os.urandom(8).hex())
+        if critical_batch:
+            epochs = branch_epochs or default_epochs(described.train.epochs)
+            branching = Branching(epochs, multiples, branch_length, seeds)
+            branching.check(described)
+            study.save()
+            measure(study, described, branching, print_line)
+        else:
+            num_cores = len(os.sched_getaffinity(0))
+            trials = trials_of(described, chosen, ranks, seeds, folder=folder, num_cores=num_cores)
+            study.save()
+            run_trials(study, trials, print_line)
+        names = sorted({name for result in study.trials for name in result.metrics})
+        compared = metric_of(described, names, metric)
+        study.metric = (compared.name, compared.mode)
         study.save()
-        measure(study, described, branching, print_line)
-    else:
-        names = [name for name in policies.split(",") if name]
-        chosen = policies_of(described, names)
-        trials = trials_of(described, chosen, ranks, seeds, folder=folder, num_cores=num_cores)
-        folder.mkdir(parents=True, exist_ok=True)
-        study.save()
-        run_trials(study, trials, print_line)
-    from horovod_train.study.critical import BASE
-    from horovod_train.study.document import report_of_study
-    from horovod_train.study.table import metric_of, table_of
-
-    results = [result for name, result in study.results.items() if name != BASE]
-    found = sorted({name for result in results for name in result.metrics})
-    write(folder, report_of_study(study, table_of(results, metric_of(described, found, metric))))
-    failed = [result for result in results if result.problem]
-    if failed:
-        from horovod_train.errors import UserError
-
-        raise UserError(f"{len(failed)} trials failed, the first: {failed[0].trial}: {failed[0].problem}")
+        write(folder, report_of_study(study, table_of(study.trials, compared)))
+    if names and compared.name not in names:
+        raise UserError(
+            f"no evaluation has a metric named {compared.name}", hint=f"metrics are {', '.join(names)}"
+        )
+    if failed := [result for result in study.trials if result.problem]:
+        raise UserError(
+            f"{len(failed)} of {len(study.trials)} trials failed, the first: {failed[0].trial}: "
+            f"{failed[0].problem}",
+            hint="the same command tries these again",
+        )
 
 
 def write(folder: Path, report: Report) -> None:

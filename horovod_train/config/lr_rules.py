@@ -183,6 +183,14 @@ def schedules_are_supported(job: Job) -> Iterator[Problem]:
             "cannot be combined with train.cuda_graph: a graph contains the arguments of the optimizer",
             "set train.cuda_graph: false",
         )
+    for name in sorted({"beta1", "beta2", "momentum"} & schedules.keys()):
+        points = schedules[name]
+        if isinstance(points, list) and any(point[1] >= 1 for point in points):
+            yield Problem(f"optimizer.schedules.{name}", str(points), "must have values below 1")
+    if job.lr.scaling == "adam_sqrt" and {"beta1", "beta2"} & schedules.keys():
+        yield Problem(
+            "lr.scaling", "'adam_sqrt'", "sets the betas, which optimizer.schedules replaces", "remove one"
+        )
     if "weight_decay" in schedules and job.lr.scale_weight_decay:
         yield Problem(
             "lr.scale_weight_decay", "True", "optimizer.schedules.weight_decay sets the values", "remove one"

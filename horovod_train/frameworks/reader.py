@@ -15,7 +15,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from multiprocessing import forkserver, resource_tracker
 from threading import Thread
@@ -252,10 +252,35 @@ def read_batch(dataset: Dataset, fetch: Fetch) -> Any:
     for part in fetch.parts():
         seed_numpy(part.seed)
         samples += read_samples(dataset, part.indices)
-    if fetch.seeds:
-        seed_numpy(fetch.seed)
     collate: Callable[[list[object]], object] = getattr(dataset, "collate", stack_samples)
-    return collate(samples)
+    with refusing_draws() if fetch.seeds else nullcontext():
+        return collate(samples)
+
+
+@contextmanager
+def refusing_draws() -> Iterator[None]:
+    """Return a context of ``collate``, which may not draw from the generators of Python and NumPy.
+
+    Raises:
+        UserError: It has drawn.
+    """
+
+    def states() -> tuple[object, ...]:
+        _, keys, position, *_ = np.random.get_state(legacy=True)
+        return random.getstate(), np.asarray(keys).tobytes(), position
+
+    before = states()
+    yield
+    if states() != before:
+        raise draws_in_collate()
+
+
+def draws_in_collate() -> UserError:
+    """Return the error of a ``collate`` that draws random numbers."""
+    return UserError(
+        "train.randomness: sample: collate draws random numbers, which depend on the micro-batch",
+        hint="draw them in __getitem__ or in the loss, or set train.randomness: rank",
+    )
 
 
 def read_samples(dataset: Dataset, indices: Sequence[int]) -> list[object]:

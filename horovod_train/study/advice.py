@@ -8,7 +8,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.registry import SCALINGS, SCRIPT
 from horovod_train.study.results import Study, folder_of, read_study
-from horovod_train.study.table import Row, StudyTable, metric_of, table_of, value_text
+from horovod_train.study.table import Metric, Row, StudyTable, table_of, value_text
 from horovod_train.study.trials import batch_of, policy_digest, problem_of
 
 
@@ -26,13 +26,11 @@ def advice_for(job: Job, num_ranks: int, folder: Path | None = None) -> str:
         study = read_study(folder_of(job) if folder is None else folder)
     except UserError as error:
         return f"the study of this job gives no advice: {error}"
-    if study is None or study.problem != problem_of(job):
+    if study is None or study.problem != problem_of(job) or not study.metric:
         return ""
-    names = sorted({name for result in study.results.values() for name in result.metrics})
-    table = table_of(study.results.values(), metric_of(job, names, None))
-    batch = batch_of(job, num_ranks)
-    same = [row for row in table.rows if row.results and row.first.policy_digest == policy_digest(job)]
-    return _advice(study, table, same, batch)
+    table = table_of(study.trials, Metric(*study.metric))
+    same = [row for row in table.rows if row.first.policy_digest == policy_digest(job)]
+    return _advice(study, table, same, batch_of(job, num_ranks))
 
 
 def _advice(study: Study, table: StudyTable, same: list[Row], batch: int) -> str:
@@ -40,7 +38,7 @@ def _advice(study: Study, table: StudyTable, same: list[Row], batch: int) -> str
     base, metric = table.base, table.metric
     if base is None or batch <= base.first.global_batch_size or not same:
         return ""
-    known = [row for row in table.rows if row.results and table.difference(row) is not None]
+    known = [row for row in table.rows if row.failed or table.difference(row) is not None]
     origin = f"a study of this job ({study.begun} UTC)"
     largest = max(row.first.global_batch_size for row in same)
     if batch > largest:
@@ -52,6 +50,12 @@ def _advice(study: Study, table: StudyTable, same: list[Row], batch: int) -> str
     own = next((row for row in at if row in same), None)
     if own is None or table.is_safe(own) is not False:
         return ""
+    if own.failed:
+        num_seeds = len(own.failed) + len(own.results)
+        return (
+            f"{origin} has failed at a global batch of {nearest} with {own.policy}, for {len(own.failed)} of "
+            f"{num_seeds} seeds: {own.failed[0].problem}"
+        )
     found = (
         f"{origin} has found {metric.name} {value_text(metric, own.value)} at a global batch of {nearest} "
         f"with {own.policy}, and {value_text(metric, base.value)} at {base.first.global_batch_size}"

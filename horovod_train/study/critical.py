@@ -26,7 +26,7 @@ from horovod_train.config.strategies import axes_of
 from horovod_train.errors import UserError
 from horovod_train.lr.policy import policy_of
 from horovod_train.report.document import Block, Chart, Curve, Table, Text
-from horovod_train.study.results import Study
+from horovod_train.study.results import CRITICAL, Study
 from horovod_train.study.run import run_trial
 from horovod_train.study.trials import Trial
 
@@ -53,6 +53,22 @@ class Branching:
 
     def check(self, job: Job) -> None:
         """Raise UserError if branches do not fit in the training of a job."""
+        ends = {
+            "train.max_steps": job.train.max_steps is not None,
+            "evaluation.early_stopping": job.evaluation.early_stopping is not None,
+        }
+        if found := [path for path, is_set in ends.items() if is_set]:
+            raise UserError(
+                f"--critical-batch: {found[0]} may end the training before a branch",
+                hint=f"use --set {found[0]}=null",
+            )
+        if not 0 < self.length_epochs < math.inf:
+            raise UserError(f"--branch-length {self.length_epochs:g} must be a number of epochs above 0")
+        if job.train.epochs == 1:
+            raise UserError(
+                "--critical-batch: the job has one epoch, and branches begin after one",
+                hint="use --set train.epochs",
+            )
         if not self.epochs or max(self.epochs) + self.length_epochs > job.train.epochs:
             raise UserError(
                 f"branches of {self.length_epochs:g} epochs cannot begin after {max(self.epochs, default=0)} "
@@ -94,13 +110,21 @@ def measure(study: Study, job: Job, branching: Branching, report: Callable[[str]
     """
     branching.check(job)
     base = _trial(job, study.folder, BASE, {"checkpoint.keep_last": job.train.epochs + 1})
-    if BASE not in study.results:
+    for multiple in branching.multiples:  # refuses a batch that the scaling rule does not support
+        _trial(job, study.folder, BASE, _sizes(base.global_batch_size * multiple))
+    if study.result_of(base) is None:
         report(f"training {BASE}: {job.train.epochs} epochs at a global batch of {base.global_batch_size}")
         study.results[BASE] = run_trial(study, base, report)
         study.save()
     if study.results[BASE].problem:
         raise UserError(f"{BASE} failed: {study.results[BASE].problem}", hint=f"delete {study.folder}")
     checkpoints = checkpoints_by_epoch(study.folder / BASE / "checkpoints")
+    if missing := [epoch for epoch in branching.epochs if epoch not in checkpoints]:
+        raise UserError(f"{BASE} has no checkpoint after epoch {missing[0]}", hint=f"delete {study.folder}")
+    if any(branch["length"] != branching.length_epochs for branch in study.critical):
+        raise UserError(
+            f"{study.folder} has branches of another length", hint="use --output, or delete this folder"
+        )
     known = {(b["epoch"], b["seed"], b["batch"]) for b in study.critical}
     for epoch in branching.epochs:
         for seed in range(job.train.seed, job.train.seed + branching.num_seeds):
@@ -109,7 +133,7 @@ def measure(study: Study, job: Job, branching: Branching, report: Callable[[str]
                 if (epoch, seed, batch) in known:
                     continue
                 branch = _train_branch(study, job, checkpoints[epoch], epoch, seed, batch, branching, report)
-                study.critical.append(asdict(branch))
+                study.critical.append({**asdict(branch), "length": branching.length_epochs})
                 study.save()
                 report(f"epoch {epoch}, seed {seed}, batch {batch}: loss {branch.loss:.5f}")
 
@@ -128,8 +152,7 @@ def _train_branch(
     num_samples = branching.length_epochs * progress["order"]["num_samples"]
     settings = {
         "train.seed": seed,
-        "train.global_batch_size": batch,
-        "train.accumulation_steps": 1,
+        **_sizes(batch),
         "train.max_steps": progress["step"] + max(1, round(num_samples / batch)),
         "checkpoint.resume": "required",
     }
@@ -142,12 +165,18 @@ def _train_branch(
         partial.rename(own)
     result = run_trial(study, trial, report)
     shutil.rmtree(own.parent, ignore_errors=True)
-    if result.problem or "loss" not in result.metrics:
+    if result.problem:
+        raise UserError(f"{trial.name} failed: {result.problem}")
+    if "loss" not in result.metrics:
         raise UserError(
-            f"{trial.name}: {result.problem or 'its evaluation has no metric named loss'}",
+            f"{trial.name}: its evaluation has no metric named loss",
             hint="the critical batch size is measured by the loss of the evaluation",
         )
     return Branch(epoch, seed, batch, result.metrics["loss"])
+
+
+def _sizes(batch: int) -> dict[str, Any]:
+    return {"train.global_batch_size": batch, "train.accumulation_steps": 1}
 
 
 def _trial(job: Job, folder: Path, name: str, settings: Mapping[str, Any]) -> Trial:
@@ -158,7 +187,7 @@ def _trial(job: Job, folder: Path, name: str, settings: Mapping[str, Any]) -> Tr
     num_ranks = described.launch.num_ranks or 1
     rate = policy_of(described, axes_of(described.strategy, num_ranks).data)
     rate.check()
-    return Trial("critical batch", num_ranks, described.train.seed, described, rate)
+    return Trial(CRITICAL, num_ranks, described.train.seed, described, rate)
 
 
 def checkpoints_by_epoch(folder: Path) -> dict[int, Path]:
@@ -185,7 +214,7 @@ def critical_batch(losses: Mapping[int, float], tolerance: float) -> float | Non
     22.627416997969522
     """
     batches = sorted(losses)
-    limit = losses[batches[0]] * (1 + tolerance)
+    limit = losses[batches[0]] + tolerance * abs(losses[batches[0]])
     for small, large in pairwise(batches):
         if losses[large] > limit:
             part = (limit - losses[small]) / (losses[large] - losses[small])
@@ -220,16 +249,13 @@ def batch_warmup(critical: Mapping[int, float], full: float) -> tuple[int, float
         the critical batch size at the last epoch.
 
     >>> batch_warmup({1: 32.0, 4: 64.0, 8: 160.0}, 128)
-    (32, 12.0)
+    (16, 9.333333333333334)
     """
     below = {epoch: batch for epoch, batch in critical.items() if batch < full}
     if not below or critical[max(critical)] < full:
         return None
-    start = min(below.values())
-    lengths = [e * (full - start) / (batch - start) for e, batch in below.items() if batch > start]
-    first = max((epoch for epoch, batch in below.items() if batch == start), default=0)
-    after = min((epoch for epoch in critical if epoch > first), default=first)
-    return math.floor(start), max([*lengths, float(after)])
+    start = max(1, math.floor(min(below.values()) / 2))
+    return start, max(epoch * (full - start) / (batch - start) for epoch, batch in below.items())
 
 
 def critical_blocks(branches: Sequence[Mapping[str, float]], tolerance: float = 0.01) -> Iterator[Block]:

@@ -11,7 +11,8 @@ from horovod_train.study.table import Row, StudyTable, cells_of, verdicts
 
 NOT_REAL = (
     "* This machine has fewer cores than ranks: these rows trained the same global batches on fewer ranks, "
-    "with more micro-batches. Their weights are those of the ranks; their times are not."
+    "with more micro-batches. Their times are not those of the ranks. Their weights are, up to rounding, "
+    "unless the model has batch normalization or draws random numbers by rank."
 )
 
 
@@ -32,7 +33,8 @@ def _blocks(table: StudyTable) -> Iterator[Block]:
     for sentence in verdicts(table):
         yield Text(sentence)
     yield _chart(table, f"{table.metric.name} by global batch", table.metric.name, lambda row: row.value)
-    yield _chart(table, "Loss by global batch", "loss", lambda row: row.loss)
+    if table.metric.name != "loss":
+        yield _chart(table, "Loss by global batch", "loss", lambda row: row.loss)
     yield _chart(table, "Time of training by global batch", "seconds", lambda row: row.seconds)
 
 

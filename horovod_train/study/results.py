@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,11 +16,13 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.events.file import Record
 from horovod_train.events.types import Evaluation, Progress, Resumed, Summary
-from horovod_train.study.trials import Trial, policy_digest, problem_of
+from horovod_train.study.trials import Trial, job_digest, policy_digest, problem_of
 from horovod_train.system.files import open_regular, write_atomic
 
 STUDY_FILE = "study.json"
 FORMAT_VERSION = 1
+CRITICAL = "critical batch"
+"""Policy of trials that measure the critical batch size."""
 MAX_BYTES = 64 * 2**20
 
 
@@ -35,6 +39,7 @@ class Result:
         base_lr: Base learning rate.
         peak_lr: Peak learning rate.
         policy_digest: Digest of its optimizer and learning rate.
+        job_digest: Digest of all settings that determine its weights.
         is_real: Whether its times are those of ``num_ranks`` ranks.
         problem: Reason of a failure; empty: the trial succeeded.
         metrics: Metrics of the last evaluation.
@@ -53,6 +58,7 @@ class Result:
     base_lr: float
     peak_lr: float
     policy_digest: str
+    job_digest: str
     is_real: bool
     problem: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -102,6 +108,7 @@ def result_of(trial: Trial, records: Sequence[Record], problem: str = "") -> Res
         base_lr=trial.job.lr.base_lr,
         peak_lr=trial.learning_rate.peak_lr,
         policy_digest=policy_digest(trial.job),
+        job_digest=job_digest(trial.job),
         is_real=trial.is_real,
         problem=problem or ("" if summary else "it has no summary"),
     )
@@ -139,6 +146,7 @@ class Study:
         begun: Time of the start, in UTC.
         results: Results by name of the trial.
         critical: Results of ``--critical-batch``, by branch.
+        metric: Name of the compared metric, and min or max; empty: unknown.
     """
 
     folder: Path
@@ -147,7 +155,30 @@ class Study:
     id: str
     begun: str
     results: dict[str, Result] = field(default_factory=dict)
-    critical: list[dict[str, float]] = field(default_factory=list)
+    critical: list[dict[str, Any]] = field(default_factory=list)
+    metric: tuple[str, str] | tuple[()] = ()
+
+    @property
+    def trials(self) -> list[Result]:
+        """Results of the trials of the table, without the base of the critical batch size."""
+        return [result for result in self.results.values() if result.policy != CRITICAL]
+
+    def result_of(self, trial: Trial) -> Result | None:
+        """Return the result of a trial; None: it has none, or it failed.
+
+        Raises:
+            UserError: The result is that of a job with other settings.
+        """
+        found = self.results.get(trial.name)
+        if found is None or found.problem:
+            return None
+        if found.job_digest != job_digest(trial.job):
+            raise UserError(
+                f"{self.folder} has a result of {trial.name} that was trained with other settings (batch, "
+                "learning rate, optimizer, or another field of the job)",
+                hint="use --output with another folder, or delete this one",
+            )
+        return found
 
     def save(self) -> None:
         """Write the file of the study."""
@@ -159,6 +190,7 @@ class Study:
             "begun": self.begun,
             "results": [asdict(result) for result in self.results.values()],
             "critical": self.critical,
+            "metric": list(self.metric),
         }
         write_atomic(self.folder / STUDY_FILE, json.dumps(tree, indent=1))
 
@@ -197,10 +229,15 @@ def read_study(folder: Path) -> Study | None:
         return _study_from(tree, folder)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{folder / STUDY_FILE} cannot be read: {error}", hint="delete it to start the study again"
         ) from error
+
+
+def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers; raise ValueError, TypeError or AttributeError if they are not."""
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _study_from(tree: dict[str, Any], folder: Path) -> Study:
@@ -209,6 +246,32 @@ def _study_from(tree: dict[str, Any], folder: Path) -> Study:
         raise ValueError(f"its format version is {tree['format_version']}, and {FORMAT_VERSION} is supported")
     results = {}
     for fields in tree["results"]:
-        evaluations = [(int(step), dict(metrics)) for step, metrics in fields["evaluations"]]
-        results[fields["trial"]] = Result(**{**fields, "evaluations": evaluations})
-    return Study(folder, tree["job"], tree["problem"], tree["id"], tree["begun"], results, tree["critical"])
+        evaluations = [(int(step), numbers_of(metrics)) for step, metrics in fields["evaluations"]]
+        checked = {
+            "evaluations": evaluations,
+            "metrics": numbers_of(fields["metrics"]),
+            "global_batch_size": int(fields["global_batch_size"]),
+        }
+        results[fields["trial"]] = Result(**{**fields, **checked})
+    metric = (str(tree["metric"][0]), str(tree["metric"][1])) if tree["metric"] else ()
+    study = Study(folder, tree["job"], tree["problem"], tree["id"], tree["begun"], results)
+    study.critical, study.metric = [dict(branch) for branch in tree["critical"]], metric
+    return study
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create the folder of a study, and lock it during the block.
+
+    Raises:
+        UserError: Another study uses the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another study is running in {folder}", hint="wait for its end, or use --output"
+            ) from None
+        yield

@@ -8,11 +8,12 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from statistics import fmean
 from time import monotonic
 
 from horovod_train.client.handle import JobHandle
-from horovod_train.client.local import submit
+from horovod_train.client.local import LocalJob, start
 from horovod_train.errors import HorovodTrainError, LaunchError
 from horovod_train.events.file import Record
 from horovod_train.events.text import duration
@@ -21,7 +22,7 @@ from horovod_train.study.results import Result, Study, result_of
 from horovod_train.study.trials import Trial
 
 MAX_ATTEMPTS = 3
-"""Starts of a trial whose launcher or ranks fail without an error of the job."""
+"""Starts of a trial in one call, if its launcher or ranks fail without an error of the job."""
 OWN_ERRORS = {2, 3}
 """Exit codes of failures that would occur again: configuration, and values that are not finite."""
 
@@ -35,7 +36,7 @@ def run_trials(study: Study, trials: Iterable[Trial], report: Callable[[str], No
         report: Prints a line.
     """
     wanted = list(trials)
-    left = [trial for trial in wanted if trial.name not in study.results]
+    left = [trial for trial in wanted if study.result_of(trial) is None]
     if len(left) < len(wanted):
         report(f"{len(wanted) - len(left)} of {len(wanted)} trials have results already")
     times_s: list[tuple[Trial, float]] = []
@@ -74,26 +75,38 @@ def time_left_s(times_s: list[tuple[Trial, float]], left: list[Trial]) -> float:
 def run_trial(study: Study, trial: Trial, report: Callable[[str], None]) -> Result:
     """Run a trial to its end, and return its result.
 
+    Attempts of former calls are found by their keys, and are not started again.
+
     Raises:
         LaunchError: The launcher cannot start the job.
     """
     records: list[Record] = []
-    problem = ""
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        handle = submit(trial.job, key=f"study {study.id} {trial.name} {attempt}")
+    num_started = 0
+    for attempt in count(1):
+        submitted, is_new = start(trial.job, f"study {study.id} {trial.name} {attempt}")
+        num_started += is_new
+        handle = JobHandle(LocalJob(submitted))
         try:
             status = handle.wait()
         except KeyboardInterrupt:
-            report(f"the trial continues: {handle.id}; the next start of the study waits for it")
+            report(f"{handle.id} keeps running; start the study again to wait for it, or cancel it")
             raise
-        records += handle.events()
+        own = handle.events()
+        records += own
         if status.state == "succeeded":
             return result_of(trial, records)
-        problem = problem_of(handle, records)
-        if status.exit_code in OWN_ERRORS or status.state == "cancelled":
+        is_own = status.exit_code in OWN_ERRORS or is_of_task(own)
+        if is_new:
+            report(f"{handle.id}: {status.state}: {problem_of(handle, own)}")
+        if (is_new and is_own) or num_started >= MAX_ATTEMPTS:
             break
-        report(f"{handle.id}: {status.state}: {problem}")
-    return result_of(trial, records, problem or "it did not succeed")
+    return result_of(trial, records, problem_of(handle, own) or "it did not succeed")
+
+
+def is_of_task(records: list[Record]) -> bool:
+    """Return whether a failure is an exception of the task, which would occur again."""
+    failures = [record.event for record in records if isinstance(record.event, Failure)]
+    return any(failure.is_cause and failure.cause == "task" for failure in failures)
 
 
 def problem_of(handle: JobHandle, records: list[Record]) -> str:
@@ -103,6 +116,6 @@ def problem_of(handle: JobHandle, records: list[Record]) -> str:
     if causes:
         return causes[-1].splitlines()[0]
     try:
-        return str(handle.status())
+        return str(handle.status()).splitlines()[0]
     except (HorovodTrainError, LaunchError) as error:
         return str(error)

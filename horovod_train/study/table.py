@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
 from horovod_train.study.results import Result
 from horovod_train.study.run import ranks_text
 
@@ -33,7 +34,7 @@ class Row:
         policy: Name of the policy.
         num_ranks: Number of ranks.
         results: Results of its seeds that succeeded.
-        problem: Reason for which all seeds failed; empty: some succeeded.
+        failed: Results of its seeds that failed.
         value: Mean of the metric.
         spread: Standard deviation of the metric over seeds; None: one seed.
         loss: Mean of the loss; None: the evaluation has none.
@@ -43,7 +44,7 @@ class Row:
     policy: str
     num_ranks: int
     results: tuple[Result, ...]
-    problem: str
+    failed: tuple[Result, ...]
     value: float | None
     spread: float | None
     loss: float | None
@@ -52,7 +53,7 @@ class Row:
     @property
     def first(self) -> Result:
         """Result of the first seed, for fields that seeds share."""
-        return self.results[0]
+        return (*self.results, *self.failed)[0]
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,18 @@ class StudyTable:
         return max(spreads) if spreads else None
 
     def is_safe(self, row: Row) -> bool | None:
-        """Return whether a row is not worse than the base by more than the spread; None: unknown."""
+        """Return whether a row is not worse than the base by more than the spread; None: unknown.
+
+        A row with failed seeds is not safe.
+        """
+        if row.failed:
+            return False
         difference, limit = self.difference(row), self.limit(row)
         return None if difference is None or limit is None else difference <= limit
 
     def best_of(self, rows: Iterable[Row]) -> Row | None:
-        """Return the row with the best mean; None: no row has one."""
-        known = [(self.difference(row), row) for row in rows]
+        """Return the row with the best mean; None: no row has one. Rows with failed seeds do not count."""
+        known = [(self.difference(row), row) for row in rows if not row.failed]
         found = [
             (difference, number, row)
             for number, (difference, row) in enumerate(known)
@@ -99,20 +105,38 @@ class StudyTable:
         return min(found)[2] if found else None
 
 
+SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wer", "cer", "mse", "mae", "nll", "distance")
+LARGER_IS_BETTER = ("acc", "f1", "auc", "precision", "recall", "bleu", "iou", "map", "score", "reward")
+
+
 def metric_of(job: Job, names: Sequence[str], wanted: str | None) -> Metric:
     """Return the metric that a study compares.
 
     Args:
         job: The job, whose best checkpoint or early stopping may name a metric.
         names: Metrics of the evaluations.
-        wanted: Name of the metric; None: the job's, ``accuracy``, or ``loss``.
+        wanted: ``NAME``, ``NAME:min`` or ``NAME:max``; None: the job's, ``accuracy``, ``loss``, or the first.
+
+    Raises:
+        UserError: It is not known whether smaller or larger values are better.
     """
-    named = [each for each in (job.checkpoint.best, job.evaluation.early_stopping) if each is not None]
-    for each in named:
-        if wanted in (None, each.metric):
+    wanted_name, _, mode = (wanted or "").partition(":")
+    for each in (job.checkpoint.best, job.evaluation.early_stopping):
+        if each is not None and not mode and wanted_name in ("", each.metric):
             return Metric(each.metric, each.mode)
-    name = wanted or next((each for each in ("accuracy", "loss", *names) if each in names), "loss")
-    return Metric(name, "min" if "loss" in name or "error" in name else "max")
+    name = wanted_name or next((each for each in ("accuracy", "loss", *names) if each in names), "loss")
+    if not mode:
+        is_min = any(part in name.lower() for part in SMALLER_IS_BETTER)
+        if not is_min and not any(part in name.lower() for part in LARGER_IS_BETTER):
+            mode = "unknown"
+        else:
+            mode = "min" if is_min else "max"
+    if mode not in {"min", "max"}:
+        raise UserError(
+            f"--metric {name}: it is not known whether smaller or larger values are better",
+            hint=f"use --metric {name}:min or --metric {name}:max, or set checkpoint.best",
+        )
+    return Metric(name, mode)
 
 
 def table_of(results: Iterable[Result], metric: Metric) -> StudyTable:
@@ -127,7 +151,8 @@ def table_of(results: Iterable[Result], metric: Metric) -> StudyTable:
     best = [result.best("loss", "min") for row in rows for result in row.results]
     known = [each for each in best if each is not None]
     target = max(known) if known and len(known) == len(best) else None
-    return StudyTable(rows, succeeded[0] if succeeded else None, metric, target)
+    trained = [row for row in rows if row.results]
+    return StudyTable(rows, next(iter([*succeeded, *trained]), None), metric, target)
 
 
 def _row(num_ranks: int, policy: str, results: Sequence[Result], metric: Metric) -> Row:
@@ -139,7 +164,7 @@ def _row(num_ranks: int, policy: str, results: Sequence[Result], metric: Metric)
         policy=policy,
         num_ranks=num_ranks,
         results=done,
-        problem="" if done else results[0].problem,
+        failed=tuple(result for result in results if result.problem),
         value=fmean(values) if values and len(values) == len(done) else None,
         spread=stdev(values) if len(values) > 1 else None,
         loss=fmean(losses) if losses else None,
@@ -166,7 +191,8 @@ def cells_of(table: StudyTable) -> tuple[tuple[str, ...], tuple[tuple[str, ...],
 def _cells(table: StudyTable, row: Row, columns: Sequence[str], *, has_loss: bool) -> tuple[str, ...]:
     base = table.base
     if not row.results or base is None:
-        return (row.policy, str(row.num_ranks), *("-" for _ in columns[2:-1]), row.problem)
+        batch = str(row.first.global_batch_size)
+        return (row.policy, str(row.num_ranks), batch, *("-" for _ in columns[3:]))
     times_are_real = all(r.is_real for r in (*row.results, *base.results))
     speedup = base.seconds / row.seconds if row.seconds and base.seconds and times_are_real else None
     efficiency = speedup * base.num_ranks / row.num_ranks if speedup else None
@@ -206,7 +232,7 @@ def value_text(metric: Metric, value: float | None, *, is_difference: bool = Fal
     """
     if value is None:
         return "-"
-    if not metric.is_fraction:
+    if not metric.is_fraction or abs(value) > 1:
         return f"{value:.4f}"
     return f"{100 * value:.1f}" if is_difference else f"{100 * value:.1f} %"
 
@@ -226,20 +252,29 @@ def verdicts(table: StudyTable) -> Iterator[str]:
         return
     unit = " points" if metric.is_fraction else ""
     for row in table.rows:
+        if row.failed:
+            num_seeds = len(row.failed) + len(row.results)
+            yield (
+                f"{ranks_text(row.num_ranks)}, {row.policy}: {len(row.failed)} of {num_seeds} seeds failed: "
+                f"{row.failed[0].problem}."
+            )
         difference, limit, safe = table.difference(row), table.limit(row), table.is_safe(row)
-        if row is base or difference is None or safe:
+        if row is base or difference is None or safe or (row.failed and difference <= 0):
             continue
         where = f"{ranks_text(row.num_ranks)}, {row.policy}: {metric.name} {value_text(metric, row.value)}"
         worse = f"{value_text(metric, abs(difference), is_difference=True)}{unit}"
         reference = f"{ranks_text(base.num_ranks)} ({value_text(metric, base.value)})"
-        if safe is None:
+        if limit is None:
+            if not float(worse.removesuffix(unit)):
+                continue
             order = "worse" if difference > 0 else "better"
             yield f"{where} is {worse} {order} than {reference}; one seed does not show if that is chance."
-        else:
+        elif difference > limit:
             spread = value_text(metric, limit, is_difference=True)
             beyond = f"more than the spread of the seeds ({spread}{unit})"
             yield f"{where} is {worse} worse than {reference}, {beyond}."
     for num_ranks in sorted({row.num_ranks for row in table.rows} - {base.num_ranks}):
-        best = table.best_of(row for row in table.rows if row.num_ranks == num_ranks)
-        if best is not None:
+        rows = [row for row in table.rows if row.num_ranks == num_ranks]
+        best = table.best_of(rows)
+        if best is not None and len(rows) > 1:
             yield f"Best at {ranks_text(num_ranks)}: {best.policy}, {value_text(metric, best.value)}."

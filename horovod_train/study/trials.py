@@ -23,7 +23,8 @@ from horovod_train.lr.policy import LearningRatePolicy, policy_of
 from horovod_train.registry import SCALINGS, SCRIPT
 
 NOT_PART_OF_THE_PROBLEM = {
-    "name", "run_dir", "run_dir_access", "launch", "metrics", "health", "checkpoint", "lr", "optimizer",
+    "name", "run_dir", "run_dir_access", "launch", "metrics", "health", "checkpoint", "evaluation", "lr",
+    "optimizer",
 }  # fmt: skip
 """Sections that do not belong to the problem that a study examines, or that a policy changes."""
 SIZES = {"seed", "batch_size_per_rank", "accumulation_steps", "global_batch_size", "batch_warmup", "device"}
@@ -108,9 +109,11 @@ def policies_of(job: Job, names: Sequence[str]) -> list[Policy]:
                 f"{name!r} is neither a scaling rule nor a file with fields of a job",
                 hint=f"rules are {', '.join(sorted(SCALINGS.rows))}",
             )
-    taken = [policy.name for policy in found]
+    taken = [label_of(policy.name) for policy in found]
     if duplicates := sorted({name for name in taken if taken.count(name) > 1}):
-        raise UserError(f"policies are given twice: {', '.join(duplicates)}", hint="rename a file")
+        raise UserError(
+            f"--policies: {', '.join(duplicates)} is given twice", hint="remove it, or rename a file"
+        )
     return found
 
 
@@ -161,9 +164,17 @@ def trials_of(
     return found
 
 
+def label_of(policy: str) -> str:
+    """Return the name of a policy as a part of a job's name.
+
+    >>> label_of("my rule"), label_of("adascale")
+    ('my-rule', 'adascale')
+    """
+    return re.sub(r"[^A-Za-z0-9]+", "-", policy)[:MAX_NAME_CHARS].strip("-") or "policy"
+
+
 def _trial(job: Job, policy: Policy, num_ranks: int, seed: int, folder: Path, num_cores: int) -> Trial:
-    label = re.sub(r"[^A-Za-z0-9]+", "-", policy.name)[:MAX_NAME_CHARS].strip("-")
-    name = f"{label or 'policy'}-r{num_ranks}-s{seed}"
+    name = f"{label_of(policy.name)}-r{num_ranks}-s{seed}"
     settings: dict[str, Any] = {**policy.settings, "train.seed": seed, "name": name, "run_dir": str(folder)}
     settings |= {"launch.num_ranks": num_ranks, "checkpoint.dir": None, "checkpoint.resume": "auto"}
     trial_job = _changed(job, settings, policy.name)
@@ -196,7 +207,8 @@ def _changed(job: Job, settings: Mapping[str, Any], policy: str) -> Job:
             job.model_dump(mode="json"), Path(), f"policy {policy}", environ={}, settings=settings
         )
     except ConfigError as error:
-        raise UserError(f"policy {policy} cannot be used with this job: {error}") from error
+        problems = "; ".join(f"{each.path} {each.message}" for each in error.problems)
+        raise UserError(f"policy {policy} cannot be used with this job: {problems}") from error
 
 
 def _measuring_noise(job: Job) -> Job:
@@ -221,6 +233,14 @@ def policy_digest(job: Job) -> str:
     tree = job.model_dump(mode="json", include={"lr", "optimizer"}, exclude_defaults=True)
     warmup = job.train.batch_warmup
     return _digest([tree, None if warmup is None else warmup.model_dump(mode="json")])
+
+
+def job_digest(job: Job) -> str:
+    """Return a digest of all settings of a job that determine its weights."""
+    tree = job.model_dump(
+        mode="json", exclude=NOT_PART_OF_THE_PROBLEM - {"lr", "optimizer"}, exclude_defaults=True
+    )
+    return _digest(tree)
 
 
 def batch_of(job: Job, num_ranks: int) -> int:

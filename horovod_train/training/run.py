@@ -71,7 +71,8 @@ class Run:
 
     def lr_of(self, num_samples: int) -> float:
         """Return the learning rate of the next step, which has ``num_samples`` over all ranks."""
-        progress, plateau = self.progress, self.progress.plateau.factor
+        progress = self.progress
+        plateau = progress.plateau.factor if self.job.lr.plateau is not None else 1.0
         if not self.policy.scaled.follows_gain:
             return self.policy.at(progress.epochs_passed, plateau_factor=plateau)
         return self.policy.at(progress.scaled_epochs, gain=self.gain_of(num_samples), plateau_factor=plateau)
@@ -89,6 +90,12 @@ class Run:
         if not self.policy.scaled.follows_gain:
             return num_samples / length
         return self.gain_of(num_samples) * self.job.lr.reference_batch_size / length
+
+    @property
+    def schedule_epochs(self) -> float:
+        """Progress that schedules follow, in epochs: under AdaScale, the scale-invariant progress."""
+        is_scaled = self.policy.scaled.follows_gain
+        return self.progress.scaled_epochs if is_scaled else self.progress.epochs_passed
 
     @property
     def has_all_epochs(self) -> bool:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from programs.noisy import model_of
+from programs.noisy import Images, model_of
 from support.torch_threads import on_torch_ranks, run_of, weights_of
 from torch import nn
 from torch.nn import functional
@@ -18,6 +18,7 @@ from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks.randomness import sample_seeds
 from horovod_train.frameworks.reader import NumpyReader
+from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.step import sample_random
 from horovod_train.frameworks.torch.step.sample_random import SampleDraws
 from horovod_train.training.loop import train
@@ -43,6 +44,12 @@ DRAWS = {
     "rand_like": lambda m: torch.rand_like(torch.zeros(m, 50)),
     "randn_like": lambda m: torch.randn_like(torch.zeros(m, 50, dtype=torch.bfloat16)).float(),
     "randint": lambda m: torch.randint(3, 9, (m, 50)),
+    "randint by keywords": lambda m: torch.randint(low=3, high=9, size=(m, 50)),
+    "randint below": lambda m: torch.randint(0, high=1000, size=(m, 50)),
+    "bernoulli of p": lambda m: torch.bernoulli(torch.zeros(m, 50), 0.4),
+    "bernoulli method": lambda m: torch.full((m, 50), 0.4).bernoulli(),
+    "uniform_ from": lambda m: torch.zeros(m, 50).uniform_(**{"from": 0.0, "to": 2.0}),
+    "rand into out": lambda m: torch.rand((m, 50), out=torch.zeros(m, 50)),
     "bernoulli": lambda m: torch.bernoulli(torch.full((m, 50), 0.2)),
     "bernoulli_": lambda m: torch.zeros(m, 50).bernoulli_(0.2),
     "uniform_": lambda m: torch.zeros(m, 50).uniform_(-1, 3),
@@ -136,6 +143,48 @@ def test_attention_without_dropped_weights_is_that_of_pytorch():
         torch.testing.assert_close(found, expected)
 
 
+def test_attention_to_nothing_is_zero_as_in_pytorch():
+    query, key, value = torch.ones(3, 8, 2, 9, 4)
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    mask[0] = False
+    found = drawn(
+        lambda _: functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=0.5)
+    )
+
+    assert not found[:, :, 0].any()
+    assert not found.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_numbers_of_few_bits_are_below_one_and_exponentials_are_finite(dtype):
+    numbers, exponentials = drawn(
+        lambda m: (torch.rand(m, 50_000, dtype=dtype), torch.zeros(m, 50_000, dtype=dtype).exponential_())
+    )
+
+    assert float(numbers.max()) < 1
+    assert exponentials.isfinite().all()
+    assert float(drawn(lambda m: torch.zeros(m, 500_000).exponential_()).min()) > 0
+
+
+def test_filling_a_tensor_discards_the_gradient_of_its_former_values():
+    x = torch.ones(8, 3, requires_grad=True)
+    (drawn(lambda _: x.clone().normal_()) * 2).sum().backward()
+
+    assert not x.grad.any()
+
+
+def test_a_gradient_within_the_loss_does_not_recompute():
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+    def penalty(m):
+        x = torch.ones(m, 4, requires_grad=True)
+        out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return torch.autograd.grad(out.sum(), x, create_graph=True)[0].sum()
+
+    with pytest.raises(UserError, match="dropout is called in the backward pass"):
+        drawn(penalty)
+
+
 def test_outside_of_a_forward_pass_pytorch_is_unchanged():
     SampleDraws(0, CPU)
     torch.manual_seed(5)
@@ -144,7 +193,6 @@ def test_outside_of_a_forward_pass_pytorch_is_unchanged():
     second = torch.rand(3), functional.dropout(torch.ones(9), 0.5), torch.zeros(2).normal_()
 
     assert all(map(torch.equal, first, second))
-    assert drawn(lambda _: torch.rand(3, generator=torch.Generator().manual_seed(1))).shape == (3,)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +201,8 @@ def test_outside_of_a_forward_pass_pytorch_is_unchanged():
         (lambda m: torch.rand(m + 1, 4), r"rand of shape \[9, 4\] cannot be mapped to samples: its first"),
         (lambda _: torch.rand(()), r"rand of shape \[\] cannot be mapped"),
         (lambda _: functional.dropout(torch.ones(5, 8, 2)), r"dropout of shape \[5, 8, 2\] cannot be mapped"),
+        (lambda m: torch.rand(m, generator=torch.Generator()), "rand is called with a generator"),
+        (lambda m: torch.rand(m, 2, dtype=torch.cfloat), "rand of torch.complex64 is not supported"),
         (lambda _: torch.randperm(4), "draws random numbers that cannot be mapped to samples: randperm"),
         (lambda _: np.random.rand(), "draws random numbers that cannot be mapped to samples"),
         (
@@ -261,6 +311,20 @@ def test_numpy_data_is_augmented_by_sample():
         return np.concatenate(list(reader.read(0, order, [MicroBatch(*piece, 0.1) for piece in pieces])))
 
     assert np.array_equal(read((0, 10)), read((0, 4), (4, 5), (5, 10)))
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, torch.rand, lambda _: __import__("random").random()])
+def test_a_collate_that_draws_is_refused(draw):
+    class Mixed(Images):
+        def collate(self, samples):
+            draw(1)
+            return torch.utils.data.default_collate(samples)
+
+    data = Job(name="x", task="y").data
+    reader = TorchReader(Mixed(), data, 0, Placement(CPU), by_sample=True)
+
+    with pytest.raises(UserError, match="collate draws random numbers"):
+        list(reader.read(0, np.arange(50), [MicroBatch(0, 4, 1.0)]))
 
 
 @pytest.mark.parametrize(

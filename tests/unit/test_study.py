@@ -32,7 +32,7 @@ from horovod_train.study.critical import (
     default_epochs,
 )
 from horovod_train.study.document import report_of_study
-from horovod_train.study.results import Result, Study, open_study, read_study, result_of
+from horovod_train.study.results import Result, Study, locked, open_study, read_study, result_of
 from horovod_train.study.run import run_trials, time_left_s
 from horovod_train.study.table import Metric, cells_of, metric_of, table_of, verdicts
 from horovod_train.study.trials import policies_of, policy_digest, problem_of, trials_of
@@ -102,7 +102,7 @@ class TestTrials:
         ("names", "message"),
         [
             (["liner"], "'liner' is neither a scaling rule nor a file"),
-            (["linear", "linear"], "policies are given twice: linear"),
+            (["linear", "linear"], "linear is given twice"),
         ],
     )
     def test_of_unknown_or_doubled_policies_are_refused(self, names, message):
@@ -160,7 +160,8 @@ def result(policy="linear", ranks=1, seed=0, accuracy=0.98, loss=0.06, seconds=1
     return Result(
         trial=f"{policy}-r{ranks}-s{seed}", policy=policy, num_ranks=ranks, seed=seed,
         global_batch_size=32 * ranks, base_lr=0.01, peak_lr=0.01 * ranks,
-        policy_digest=more.pop("policy_digest", policy), is_real=more.pop("is_real", True),
+        policy_digest=more.pop("policy_digest", policy), job_digest=more.pop("job_digest", ""),
+        is_real=more.pop("is_real", True),
         metrics={"accuracy": accuracy, "loss": loss}, num_steps=100 // ranks, epochs=2.0, seconds=seconds,
         evaluations=[(50 // ranks, {"loss": 2 * loss}), (100 // ranks, {"loss": loss})], **more,
     )  # fmt: skip
@@ -231,9 +232,31 @@ class TestTheTable:
         failed = replace(result(ranks=8), problem="the loss is nan", metrics={}, evaluations=[])
         columns, rows = cells_of(table_of([result(), failed], ACCURACY))
 
-        assert rows[1][0] == "linear"
-        assert rows[1][-1] == "the loss is nan"
+        assert rows[1][:3] == ("linear", "8", "256")
         assert len(rows[1]) == len(columns)
+        sentences = list(verdicts(table_of([result(), failed], ACCURACY)))
+        assert sentences == ["8 ranks, linear: 1 of 1 seeds failed: the loss is nan."]
+
+    def test_a_row_with_failed_seeds_is_neither_safe_nor_best(self):
+        failed = replace(result("sqrt", 4, 1), problem="killed", metrics={}, evaluations=[])
+        results = [
+            *by_seed("linear", 1, [0.9, 0.91]),
+            result("sqrt", 4, 0, 0.99),
+            failed,
+            *by_seed("linear", 4, [0.9, 0.9]),
+        ]
+        table = table_of(results, ACCURACY)
+
+        assert [table.is_safe(row) for row in table.rows] == [True, False, True]
+        assert "Best at 4 ranks: linear, 90.0 %." in list(verdicts(table))
+        assert "4 ranks, sqrt: 1 of 2 seeds failed: killed." in list(verdicts(table))
+
+    def test_without_the_metric_has_times(self):
+        results = [replace(result(ranks=ranks), metrics={}) for ranks in (1, 2)]
+        columns, rows = cells_of(table_of(results, ACCURACY))
+
+        assert [row[columns.index("time")] for row in rows] == ["10.0 s", "10.0 s"]
+        assert [row[columns.index("accuracy")] for row in rows] == ["-", "-"]
 
     @pytest.mark.parametrize(
         ("settings", "wanted", "expected"),
@@ -242,10 +265,16 @@ class TestTheTable:
             (("checkpoint.best=null",), None, ("accuracy", "max")),
             (("checkpoint.best={metric: loss, mode: min}",), None, ("loss", "min")),
             ((), "top5_error", ("top5_error", "min")),
+            ((), "perplexity", ("perplexity", "min")),
+            ((), "rating:min", ("rating", "min")),
         ],
     )
     def test_compares_the_metric_of_the_best_checkpoint(self, settings, wanted, expected):
         assert metric_of(digits(*settings), ["accuracy", "loss"], wanted) == Metric(*expected)
+
+    def test_a_metric_of_unknown_direction_is_refused(self):
+        with pytest.raises(UserError, match="it is not known whether smaller or larger values are better"):
+            metric_of(digits(), [], "rating")
 
     def test_is_html_with_charts_too(self):
         study = Study(Path("/s"), "x", "p", "i", "now")
@@ -261,7 +290,8 @@ class TestTheFile:
     def study(self, folder, job, *results):
         study = open_study(job, folder, "id")
         study.results = {each.trial: each for each in results}
-        study.critical = [{"epoch": 1, "seed": 0, "batch": 32, "loss": 0.5}]
+        study.critical = [{"epoch": 1, "seed": 0, "batch": 32, "loss": 0.5, "length": 1.0}]
+        study.metric = ("accuracy", "max")
         folder.mkdir(exist_ok=True)
         study.save()
         return study
@@ -279,7 +309,34 @@ class TestTheFile:
         with pytest.raises(UserError, match="another task, other data, or another length"):
             open_study(digits("train.epochs=15"), tmp_path / "s", "other")
 
-    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 2}', "nonsense"])
+    def test_of_other_settings_is_refused(self, tmp_path):
+        (trial,) = trials(digits(), ranks=[1], seeds=1)
+        found = replace(result_of(trial, [event(1, summary(10, 3.0, loss=0.4))]), problem="")
+        study = self.study(tmp_path / "s", digits(), found)
+
+        assert study.result_of(trial) == found
+        (other,) = trials(digits("lr.base_lr=1.0"), ranks=[1], seeds=1)
+        with pytest.raises(
+            UserError, match="has a result of linear-r1-s0 that was trained with other settings"
+        ):
+            study.result_of(other)
+
+    def test_is_locked_while_a_study_runs(self, tmp_path):
+        with locked(tmp_path), pytest.raises(UserError, match="another study is running"), locked(tmp_path):
+            pass
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "[]",
+            "{}",
+            '{"format_version": 2}',
+            "nonsense",
+            "[" * 100_000,
+            '{"format_version": 1, "results": [{}]}',
+        ],
+    )
     def test_that_is_damaged_is_refused(self, tmp_path, text):
         (tmp_path / "study.json").write_text(text)
 
@@ -289,10 +346,11 @@ class TestTheFile:
     def test_results_are_not_computed_again(self, tmp_path, monkeypatch):
         job, said, run = digits(), [], []
         wanted = trials(job, ranks=[1, 2], seeds=2)
-        study = self.study(tmp_path / "s", job, *(result_of(trial, []) for trial in wanted[:3]))
+        ended = [event(1, summary(10, 3.0, loss=0.4))]
+        study = self.study(tmp_path / "s", job, *(result_of(trial, ended) for trial in wanted[:3]))
         monkeypatch.setattr(
             "horovod_train.study.run.run_trial",
-            lambda study, trial, report: run.append(trial) or result_of(trial, []),
+            lambda study, trial, report: run.append(trial) or result_of(trial, ended),
         )
         run_trials(study, wanted, said.append)
 
@@ -308,7 +366,7 @@ class TestTheFile:
 
 
 class TestAdvice:
-    def advice(self, tmp_path, job, num_ranks, *, lost=0.02):
+    def advice(self, tmp_path, job, num_ranks, *more, lost=0.02):
         adascale = digits("lr.scaling=adascale")
         results = [
             *by_seed("linear", 1, [0.98, 0.982], policy_digest=policy_digest(digits())),
@@ -317,7 +375,8 @@ class TestAdvice:
             *by_seed("adascale", 8, [0.979, 0.981], policy_digest=policy_digest(adascale)),
         ]
         study = Study(tmp_path, "digits", problem_of(digits()), "id", "2026-01-01 10:00")
-        study.results = {each.trial: each for each in results}
+        study.results = {each.trial: each for each in [*results, *more]}
+        study.metric = ("accuracy", "max")
         study.save()
         return advice_for(job, num_ranks, tmp_path)
 
@@ -330,6 +389,21 @@ class TestAdvice:
             "a study of this job (2026-01-01 10:00 UTC) has found accuracy 96.1 % at a global batch of 256 "
             "with linear, and 98.1 % at 32; adascale has 98.0 % (--set lr.scaling=adascale)"
         )
+
+    def test_says_that_training_has_diverged(self, tmp_path):
+        digest = policy_digest(digits())
+        failed = [
+            replace(result("linear", 16, seed, policy_digest=digest), problem="the loss is nan", metrics={})
+            for seed in (0, 1)
+        ]
+        assert self.advice(tmp_path, digits(), 16, *failed).endswith(
+            "has failed at a global batch of 512 with linear, for 2 of 2 seeds: the loss is nan"
+        )
+
+    def test_does_not_compare_with_branches_of_the_critical_batch(self, tmp_path):
+        branch = replace(result(accuracy=0.5), trial="critical-base", policy="critical batch")
+
+        assert self.advice(tmp_path, digits(), 8, branch) == self.advice(tmp_path, digits(), 8)
 
     def test_names_the_largest_batch_that_was_examined(self, tmp_path):
         assert "has not examined a global batch of 512" in self.advice(tmp_path, digits(), 16)
@@ -405,9 +479,17 @@ class TestTheCriticalBatch:
         start, epochs = warmup
         for epoch, batch in critical.items():
             size = start + (full - start) * min(1.0, epoch / epochs)
-            assert size <= batch * (1 + 1e-9) or batch >= full or batch == min(critical.values())
+            assert size <= batch * (1 + 1e-9) or batch >= full
 
     def test_branches_must_fit_in_the_training(self):
+        for settings, message in (
+            (["train.max_steps=10"], "train.max_steps may end the training"),
+            (["train.epochs=1", "lr.warmup_epochs=0"], "the job has one epoch"),
+        ):
+            with pytest.raises(UserError, match=message):
+                Branching((1,)).check(digits(*settings))
+        with pytest.raises(UserError, match="--branch-length -1 must be"):
+            Branching((1,), length_epochs=-1.0).check(digits())
         with pytest.raises(UserError, match="cannot begin after 14 epochs of 14"):
             Branching((14,)).check(digits())
         with pytest.raises(UserError, match="must be increasing and begin with 1"):

@@ -54,6 +54,7 @@ from horovod_train.frameworks.torch.state.optimizer import explain_closure, opti
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.step.replica import TorchReplica
+from horovod_train.frameworks.torch.step.sample_random import install
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, make_strategy
 from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, TorchTask
@@ -84,6 +85,8 @@ class TorchFramework(TorchBased):
     def prepare(self, job: Job, mesh: Mesh) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         set_global_options(job)
+        if job.train.randomness == "sample":
+            install()  # before the task imports names of these functions
         device = choose_device(job, mesh.world)
         recorder = recorder_of(job, device)
         seed_generators(job.train.seed, 0, 0)

@@ -22,9 +22,11 @@ from horovod_train.frameworks.reader import (
     Fetch,
     TaskModule,
     checked_length,
+    draws_in_collate,
     exit_with_rank,
     fetches,
     read_samples,
+    refusing_draws,
     seed_numpy,
     seeded_generators,
     start_loader_server,
@@ -63,6 +65,21 @@ class _SeededFetches:
 
 def _leave_with(rank_pid: int, _worker_id: int) -> None:
     exit_with_rank(rank_pid)
+
+
+class _CheckedCollate:
+    """A ``collate`` that may not draw random numbers, because they would depend on the micro-batch."""
+
+    def __init__(self, collate: Callable[[list[object]], object]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[object]) -> object:
+        before = torch.get_rng_state()
+        with refusing_draws():
+            batch = self._collate(samples)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise draws_in_collate()
+        return batch
 
 
 class _Schedule:
@@ -114,7 +131,9 @@ class TorchReader:
         self._loader: DataLoader[Any] = DataLoader(
             _SeededFetches(TaskModule(task), dataset),  # type: ignore[arg-type]
             batch_sampler=self._schedule,  # type: ignore[arg-type]
-            collate_fn=getattr(dataset, "collate", collate),
+            collate_fn=_CheckedCollate(getattr(dataset, "collate", collate))
+            if by_sample
+            else getattr(dataset, "collate", collate),
             num_workers=workers,
             prefetch_factor=data.prefetch_batches if workers else None,
             persistent_workers=workers > 0,

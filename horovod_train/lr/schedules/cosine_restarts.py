@@ -19,6 +19,8 @@ def factor(position: Position, lr: LearningRate) -> float:
     """
     length = lr.restart_epochs or position.total_epochs
     at = max(0.0, position.epochs - position.warmup_epochs)
+    if lr.restart_factor == 1:
+        at %= length
     while at >= length:
         at -= length
         length *= lr.restart_factor

@@ -27,4 +27,4 @@ class ScheduleArguments(Hook):
     def on_step(self, run: Run) -> None:
         """Set the arguments of the next step."""
         assert isinstance(run.replica, SchedulesArguments)  # the rules refuse other frameworks
-        run.replica.set_arguments(self._schedules.at(run.progress.scaled_epochs))
+        run.replica.set_arguments(self._schedules.at(run.schedule_epochs))

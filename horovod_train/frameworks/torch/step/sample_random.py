@@ -17,7 +17,7 @@ import functools
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,8 +33,12 @@ from horovod_train.frameworks.randomness import sample_seeds
 
 MASK16 = 0xFFFF
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
-HINT = "draw with the batch as first dimension, by functions of torch or torch.nn.functional; or set \
-train.randomness: rank"
+NUM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+"""Bits of uniformly distributed numbers; more would be rounded up to 1."""
+HINT = (
+    "draw with the batch as first dimension, by the functions that docs/scaling.md lists, or set "
+    "train.randomness: rank"
+)
 _active: dict[int, SampleDraws] = {}
 """The draws of each thread that runs a pass."""
 
@@ -115,7 +119,8 @@ class SampleDraws(RankDraws):
             UserError: The shape cannot be mapped to samples, or a backward pass draws.
         """
         num_samples = len(self._keys)
-        if not self._is_in_forward:
+        # A backward pass within the loss, as for a gradient penalty, recomputes activations, too.
+        if not self._is_in_forward or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             raise UserError(
                 f"train.randomness: sample: {what} is called in the backward pass, as recomputation of "
                 "activations does",
@@ -140,18 +145,32 @@ class SampleDraws(RankDraws):
         return self._counters[length]
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Return numbers that are uniformly distributed in [0, 1), with 24 bits (53 bits if ``float64``)."""
-        high = (self.bits(shape, what).to(torch.int64) & 0xFFFFFFFF).to(torch.float64)
-        if dtype == torch.float64:
-            low = (self.bits(shape, what).to(torch.int64) & 0x1FFFFF).to(torch.float64)
-            return (high * 2.0**21 + low) * 2.0**-53
-        return (high / 256).floor().mul_(2.0**-24).to(dtype)
+        """Return numbers that are uniformly distributed in [0, 1), with as many bits as the type represents.
+
+        Raises:
+            UserError: The type is an integer or complex type.
+        """
+        if dtype not in NUM_BITS:
+            raise UserError(
+                f"train.randomness: sample: {what} of {dtype} is not supported",
+                hint="use a floating-point type",
+            )
+        num_bits = NUM_BITS[dtype]
+        high = self.bits(shape, what).to(torch.int64) & 0xFFFFFFFF
+        if num_bits > 32:
+            low = self.bits(shape, what).to(torch.int64) & 0x1FFFFF
+            return (high * 2**21 + low).to(torch.float64) * 2.0**-num_bits
+        return ((high >> (32 - num_bits)).to(torch.float32) * 2.0**-num_bits).to(dtype)
+
+    def inside(self, shape: Sequence[int], dtype: torch.dtype, what: str) -> torch.Tensor:
+        """Return uniformly distributed numbers between 0 and 1, without both, in at least 32 bits."""
+        wide = dtype if dtype == torch.float64 or dtype not in NUM_BITS else torch.float32
+        return self.uniform(shape, wide, what) + 2.0 ** -(NUM_BITS.get(wide, 0) + 1)
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, what: str) -> torch.Tensor:
         """Return numbers with the standard normal distribution (Box and Muller, 1958)."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        radius = (-2 * torch.log1p(-self.uniform(shape, wide, what))).sqrt_()
-        return (radius * torch.cos(2 * math.pi * self.uniform(shape, wide, what))).to(dtype)
+        radius = (-2 * self.inside(shape, dtype, what).log()).sqrt_()
+        return (radius * torch.cos(2 * math.pi * self.inside(shape, dtype, what))).to(dtype)
 
     def is_below(self, probability: float, shape: Sequence[int], what: str) -> torch.Tensor:
         """Return a bool tensor whose elements are true with a probability."""
@@ -231,7 +250,7 @@ def _dropout(original: Callable[..., Any], num_dims: int | None) -> Callable[...
         inplace: bool = False,
     ) -> torch.Tensor:
         draws = current()
-        if draws is None or not training or p == 0:
+        if draws is None or not training or p == 0 or not 0 <= p <= 1:
             return original(input, p, training, inplace)
         shape = list(input.shape)
         if num_dims is not None:
@@ -263,9 +282,13 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if attn_mask is not None:
-            masked = attn_mask.dtype == torch.bool
-            scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
-        return functional.dropout(scores.softmax(-1), dropout_p) @ value
+            is_bool = attn_mask.dtype == torch.bool
+            scores = (
+                scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask.to(scores.dtype)
+            )
+        # As PyTorch does, a row whose keys are all masked is 0.
+        weights = scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+        return functional.dropout(weights, dropout_p).to(value.dtype) @ value
 
     return scaled_dot_product_attention
 
@@ -295,6 +318,26 @@ def _multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
     return multi_head_attention_forward
 
 
+def check_generator(original: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise UserError if a call has a generator, whose numbers do not depend on the sample."""
+    if arguments.get("generator") is not None:
+        raise UserError(
+            f"train.randomness: sample: {original.__name__} is called with a generator, whose numbers cannot "
+            "be mapped to samples",
+            hint="remove the argument, or set train.randomness: rank",
+        )
+
+
+def _as_requested(found: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+    """Return a tensor with the ``device``, ``requires_grad`` and ``out`` of a call."""
+    out: torch.Tensor | None = arguments.get("out")
+    if out is not None:
+        return out.copy_(found)
+    return found.to(arguments.get("device") or found.device).requires_grad_(
+        bool(arguments.get("requires_grad"))
+    )
+
+
 Draw = Callable[[SampleDraws, Sequence[int], torch.dtype, str], torch.Tensor]
 
 
@@ -312,12 +355,13 @@ def _made(original: Callable[..., torch.Tensor], draw: Draw) -> Callable[..., to
     @functools.wraps(original)
     def made(*size: Any, **more: Any) -> torch.Tensor:
         draws = current()
-        if draws is None or more.get("generator") is not None:
+        if draws is None:
             return original(*size, **more)
-        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size or more["size"]
+        check_generator(original, more)
+        given = size or (more["size"],)
+        shape = tuple(given[0]) if len(given) == 1 and isinstance(given[0], Sequence) else given
         dtype = more.get("dtype") or torch.get_default_dtype()
-        found = draw(draws, shape, dtype, original.__name__)
-        return found.to(more.get("device") or found.device).requires_grad_(bool(more.get("requires_grad")))
+        return _as_requested(draw(draws, shape, dtype, original.__name__), more)
 
     return made
 
@@ -330,8 +374,10 @@ def _like(original: Callable[..., torch.Tensor], draw: Draw) -> Callable[..., to
         draws = current()
         if draws is None:
             return original(input, **more)
-        found = draw(draws, input.shape, more.get("dtype") or input.dtype, original.__name__)
-        return found.to(more.get("device") or input.device).requires_grad_(bool(more.get("requires_grad")))
+        check_generator(original, more)
+        return _as_requested(
+            draw(draws, input.shape, more.get("dtype") or input.dtype, original.__name__), more
+        )
 
     return like
 
@@ -340,23 +386,28 @@ def _integers(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     @functools.wraps(original)
     def randint(*bounds: Any, **more: Any) -> torch.Tensor:
         draws = current()
-        if draws is None or more.get("generator") is not None:
+        if draws is None:
             return original(*bounds, **more)
-        *limits, size = bounds if "size" not in more else (*bounds, more["size"])
-        low, high = (0, limits[0]) if len(limits) == 1 else limits
+        check_generator(original, more)
+        given = list(bounds)
+        size = more["size"] if "size" in more else given.pop()
+        high = more["high"] if "high" in more else given.pop()
+        low = given.pop() if given else more.get("low", 0)
         found = draws.uniform(size, torch.float64, "randint").mul_(high - low).floor_().add_(low)
-        return found.to(more.get("dtype") or torch.int64)
+        return _as_requested(found.to(more.get("dtype") or torch.int64), more)
 
     return randint
 
 
 def _bernoulli(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
-    def bernoulli(input: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:  # noqa: A002
+    def bernoulli(input: torch.Tensor, p: float | None = None, **more: Any) -> torch.Tensor:  # noqa: A002
         draws = current()
-        if draws is None or args or more.get("generator") is not None or "p" in more:
-            return original(input, *args, **more)
-        return (draws.uniform(input.shape, torch.float64, "bernoulli") < input).to(input.dtype)
+        if draws is None:
+            return original(input, **({} if p is None else {"p": p}), **more)
+        check_generator(original, more)
+        found = draws.uniform(input.shape, torch.float64, "bernoulli") < (input if p is None else p)
+        return _as_requested(found.to(input.dtype), more)
 
     return bernoulli
 
@@ -369,10 +420,13 @@ def _in_place(
     @functools.wraps(original)
     def method(self: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
         draws = current()
-        if draws is None or more.pop("generator", None) is not None:
+        if draws is None:
             return original(self, *args, **more)
-        with torch.no_grad():
-            return self.copy_(fill(draws, self, *args, **more))
+        check_generator(original, more)
+        more.pop("generator", None)
+        if "from" in more:  # a keyword of Python
+            more["start"] = more.pop("from")
+        return self.copy_(fill(draws, self, *args, **more))  # the gradient of the former values is 0
 
     return method
 
@@ -386,7 +440,7 @@ def _fill_normal(draws: SampleDraws, t: torch.Tensor, mean: float = 0.0, std: fl
 
 
 def _fill_exponential(draws: SampleDraws, t: torch.Tensor, lambd: float = 1.0) -> torch.Tensor:
-    return -torch.log1p(-draws.uniform(t.shape, t.dtype, "exponential_")) / lambd
+    return (-draws.inside(t.shape, t.dtype, "exponential_").log() / lambd).to(t.dtype)
 
 
 def _fill_bernoulli(draws: SampleDraws, t: torch.Tensor, p: float | torch.Tensor = 0.5) -> torch.Tensor:
@@ -411,6 +465,7 @@ def install() -> None:
         torch.rand, torch.randn = _made(torch.rand, _uniform), _made(torch.randn, _normal)
         torch.rand_like, torch.randn_like = _like(torch.rand_like, _uniform), _like(torch.randn_like, _normal)
         torch.randint, torch.bernoulli = _integers(torch.randint), _bernoulli(torch.bernoulli)
+        setattr(torch.Tensor, "bernoulli", _bernoulli(torch.Tensor.bernoulli))  # noqa: B010
         fills: dict[str, Callable[..., torch.Tensor]] = {
             "uniform_": _fill_uniform,
             "normal_": _fill_normal,
