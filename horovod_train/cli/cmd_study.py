@@ -12,7 +12,9 @@ import click
 from horovod_train.cli.options import job_argument, print_line, set_option
 
 if TYPE_CHECKING:
+    from horovod_train.config.schema import Job
     from horovod_train.report.document import Report
+    from horovod_train.study.results import Study
 
 FORMS = ("markdown", "json", "html")
 
@@ -51,7 +53,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
     "--policies",
     default="",
     metavar="NAME,...",
-    help="Scaling rules, or files (YAML, TOML, JSON) with fields that override those of JOB; default: its rule.",
+    help="Scaling rules, or YAML files whose fields override those of JOB; default: the rule of JOB.",
 )
 @click.option(
     "--metric",
@@ -102,12 +104,10 @@ def command(
     from horovod_train.cli.cmd_run import refuse_as_rank
     from horovod_train.config.load import load_job
     from horovod_train.config.shipped import job_file
-    from horovod_train.errors import UserError
     from horovod_train.study.critical import Branching, default_epochs, measure
-    from horovod_train.study.document import report_of_study
     from horovod_train.study.results import folder_of, locked, open_study
     from horovod_train.study.run import run_trials
-    from horovod_train.study.table import metric_of, table_of
+    from horovod_train.study.table import metric_of
     from horovod_train.study.trials import policies_of, trials_of
 
     refuse_as_rank()
@@ -129,11 +129,24 @@ def command(
             trials = trials_of(described, chosen, ranks, seeds, folder=folder, num_cores=num_cores)
             study.save()
             run_trials(study, trials, print_line)
-        names = sorted({name for result in study.trials for name in result.metrics})
-        compared = metric_of(described, names, metric)
-        study.metric = (compared.name, compared.mode)
-        study.save()
-        write(folder, report_of_study(study, table_of(study.trials, compared)))
+        finish(study, described, metric)
+
+
+def finish(study: Study, job: Job, metric: str | None) -> None:
+    """Write the report of a study.
+
+    Raises:
+        UserError: Trials have failed, or no evaluation has the metric.
+    """
+    from horovod_train.errors import UserError
+    from horovod_train.study.document import report_of_study
+    from horovod_train.study.table import metric_of, table_of
+
+    names = sorted({name for result in study.trials for name in result.metrics})
+    compared = metric_of(job, names, metric)
+    study.metric = (compared.name, compared.mode)
+    study.save()
+    write(study.folder, report_of_study(study, table_of(study.trials, compared)))
     if names and compared.name not in names:
         raise UserError(
             f"no evaluation has a metric named {compared.name}", hint=f"metrics are {', '.join(names)}"

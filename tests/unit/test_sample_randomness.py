@@ -18,14 +18,17 @@ from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks.randomness import sample_seeds
 from horovod_train.frameworks.reader import NumpyReader
+from horovod_train.frameworks.torch import reader as reader_module
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.step import sample_random
+from horovod_train.frameworks.torch.step.random_functions import install
 from horovod_train.frameworks.torch.step.sample_random import SampleDraws
 from horovod_train.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 LSTM = nn.LSTM(3, 4, 2, dropout=0.5)
+install()
 
 
 def drawn(function, start=0, stop=8, *, seed=0, epoch=0):
@@ -269,6 +272,7 @@ def weights_on(size, **more):
 def shared_generators(monkeypatch):
     """Threads share the default generators, which other ranks seed to read their samples."""
     monkeypatch.setattr(sample_random, "_default_states", tuple)
+    monkeypatch.setattr(reader_module, "_CheckedCollate", lambda collate: collate)
 
 
 @pytest.mark.usefixtures("shared_generators")

@@ -53,8 +53,8 @@ from horovod_train.frameworks.torch.state.meta_weights import load_initial, meta
 from horovod_train.frameworks.torch.state.optimizer import explain_closure, optimizer_over
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.step.noise import NoiseMeter
+from horovod_train.frameworks.torch.step.random_functions import install
 from horovod_train.frameworks.torch.step.replica import TorchReplica
-from horovod_train.frameworks.torch.step.sample_random import install
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, make_strategy
 from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, TorchTask

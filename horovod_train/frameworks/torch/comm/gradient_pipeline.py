@@ -218,7 +218,7 @@ class GradientPipeline:
         """Record that a bucket contains all gradients of this rank, and measure them."""
         bucket.is_complete = True
         if self._noise is not None and self._noise.is_due:
-            self._noise.add_gradients(bucket.parameters, bucket.packed)
+            self._noise.add_gradients(bucket.parameters, bucket.packed, bucket.message.body)
 
     def _end_part(self) -> None:
         """Complete a part of the step, whose gradients this rank passes to collectives."""

@@ -29,7 +29,7 @@ from horovod_train.frameworks.torch.step.gradient_watch import GradientWatch
 from horovod_train.frameworks.torch.step.graphs import Recorder, StepGraphs, rate_of_graphs
 from horovod_train.frameworks.torch.step.loss import StepLoss
 from horovod_train.frameworks.torch.step.noise import NoiseMeter
-from horovod_train.frameworks.torch.step.sample_random import draws_of
+from horovod_train.frameworks.torch.step.random_functions import draws_of
 from horovod_train.frameworks.torch.step.statistics import RunningStatistics
 from horovod_train.frameworks.torch.step.update import (
     DeviceScaler,

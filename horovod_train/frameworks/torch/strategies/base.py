@@ -210,7 +210,7 @@ class GradientSync:
 
     def squares_by_group(self, noise: NoiseMeter) -> torch.Tensor:
         """Return the squared norm of the whole gradient by parameter group, shape [noise.num_groups]."""
-        return noise.squares_by_group()
+        return noise.squares_by_group(self.gradients())
 
     def is_finite(self, norm: float) -> bool:
         """Return whether the gradient is finite on all ranks, given the norm on this one."""

@@ -104,7 +104,7 @@ class Ddp(TorchDistributed):
         """Sum a bucket over ranks, without averaging, because losses are weighted by samples."""
         self._has_summed_all = bucket.is_last()  # the reducer sums buckets in order
         if self.noise is not None and self.noise.is_due:
-            self.noise.add_gradients(bucket.parameters(), bucket.gradients())
+            self.noise.add_gradients(bucket.parameters(), bucket.gradients(), bucket.buffer())
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 

@@ -239,7 +239,7 @@ class Zero(Strategy):
 
     def squares_by_group(self, noise: NoiseMeter) -> torch.Tensor:
         """Return the squared norm of the whole gradient by parameter group; sums over ranks."""
-        squares = super().squares_by_group(noise)
+        squares = noise.squares_by_group()
         return self._ranks.wait(self._ranks.start_allreduce(squares, "horovod_train.zero.noise"))
 
     @torch.no_grad()
