@@ -130,12 +130,13 @@ def test_a_gradient_goes_through_nine_files(steps):
     }
 
 
-def test_the_learning_rate_goes_through_six_files(steps):
+def test_the_learning_rate_goes_through_seven_files(steps):
     assert files_of(steps, LEARNING_RATE) == {
         "worker.py",
         "config/load.py",
         "lr/policy.py",
         "training/loop.py",
+        "training/run.py",
         "frameworks/torch/step/replica.py",
         "frameworks/torch/step/update.py",
     }
