@@ -69,3 +69,27 @@ def test_weights_are_equal_under_every_strategy_that_draws_by_sample(tmp_path, k
 
     assert np.abs(together - alone).max() <= 2e-6
     assert np.abs(killed - alone).max() <= 2e-6
+
+
+@pytest.mark.campaign
+def test_weights_of_jax_are_equal_with_a_key_for_each_sample(tmp_path):
+    def weights(num_ranks, num_workers):
+        folder = tmp_path / f"{num_ranks}"
+        folder.mkdir()
+        job = write_job(
+            folder / "job.yaml",
+            framework="jax",
+            task=f"{PROGRAMS / 'noisy_jax.py'}:Noisy",
+            run_dir=str(folder / "runs"),
+            train={"epochs": 4, "global_batch_size": 6, "batch_size_per_rank": 4, "randomness": "sample"},
+            lr={"base_lr": 0.1, "scaling": "none"},
+            data={"num_workers": num_workers},
+            launch={"num_ranks": num_ranks, "threads_per_rank": 1},
+        )
+        cli("run", str(job), cwd=folder)
+        path = list_checkpoints(folder / "runs" / "test" / "checkpoints")[0].path
+        return np.concatenate([array.ravel() for array in load_file(path / "model.safetensors").values()])
+
+    alone = weights(1, 0)
+    for num_ranks, num_workers in ((2, 1), (3, 0)):
+        assert np.abs(weights(num_ranks, num_workers) - alone).max() <= 2e-6
