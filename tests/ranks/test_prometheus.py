@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ranks, needs_prometheus]
 RANKS = 3
 FAKES = Path(__file__).parents[1] / "fakes"
 # A job that goes well has no failure, and this one does not compress its gradients.
-NOT_IN_THIS_JOB = ("job_failed", "compression_ratio")
+NOT_IN_THIS_JOB = ("job_failed", "compression_ratio", "noise_scale", "adascale_gain")
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,10 @@ NOT_RUN_HERE = {
     "horovod-train drain ID": "tests/ranks/test_hosts.py and test_slurm.py name jobs",
     "make bench": "takes half an hour; tests/unit/test_benchmarks.py runs a short one",
     "make mxnet": "has been run by `make test` before this test",
-    "make accuracy": "takes minutes; tests/ranks/test_study.py runs a short one",
+    "make accuracy": "takes minutes; tests/ranks/test_studies.py runs a short one",
     next(command for command in INLINE if "node01" in command): "planned below; test_hosts.py has hosts",
     "horovod-train study digits --ranks 1,2,4,8 --seeds 5 --policies linear,adascale": "takes six minutes; "
-    "tests/ranks/test_study.py runs short ones",
+    "tests/ranks/test_studies.py runs short ones",
     "make train": "is the first block of commands",
     "make check": "runs this test",
     "horovod-train serve runs": "serves until it is stopped; started below, after the first training",
