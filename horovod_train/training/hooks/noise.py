@@ -68,16 +68,16 @@ class MeasureNoise(Hook):
             if run.policy.scaled.follows_gain:  # the decay of the AdaScale paper
                 decay = max(0.0, 1 - run.policy.scaled.rate / 1000)
             run.progress.noise = run.progress.noise.with_step(moments, decay)
-            self._report(run, report)
+            self._report(run)
         elif moments is not None and report.outcome.is_finite and not run.progress.noise.num_measured:
             self._warn(run, "the gradient noise scale is not measured yet: this step had only one part")
+        if (found := run.progress.noise.noise_scale) is not None:
+            report.derived["noise_scale"] = found  # also of steps that were not measured
         if run.policy.scaled.follows_gain:
             report.derived["adascale_gain"] = run.gain_of(run.global_batch_size)
 
-    def _report(self, run: Run, report: StepReport) -> None:
+    def _report(self, run: Run) -> None:
         noise = run.progress.noise
-        if noise.noise_scale is not None:
-            report.derived["noise_scale"] = noise.noise_scale
         if run.job.metrics.noise_scale_groups:
             groups = {str(n): found for n, found in enumerate(noise.by_group()) if found is not None}
             self._recorder.record(GroupNoiseRecord(groups))
