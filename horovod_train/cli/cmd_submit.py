@@ -35,9 +35,9 @@ def command(
     from horovod_train.launch.submit import make_plan, resolve, submit_job, submit_once
 
     described = job_of(job, **options)
-    warn_from_study(resolve(described, options["run_id"]))
+    request = resolve(described, options["run_id"])
+    warn_from_study(request)
     if dry_run:
-        request = resolve(described, options["run_id"])
         click.echo(plan_as_text(request, make_plan(request)))
         return
 
@@ -47,6 +47,5 @@ def command(
     if key:
         submitted, _ = submit_once(described, key, warn)
     else:
-        request = resolve(described, options["run_id"])
         submitted = submit_job(request, make_plan(request), warn)
     click.echo(submitted.job_id)

@@ -146,8 +146,11 @@ def adascale_is_supported(job: Job) -> Iterator[Problem]:
 
 def noise_scale_is_measurable(job: Job) -> Iterator[Problem]:
     """Refuse the gradient noise scale where local gradients are not available."""
-    field = "lr.scaling" if job.lr.scaling == "adascale" else "metrics.noise_scale_every_steps"
-    if job.lr.scaling != "adascale" and job.metrics.noise_scale_every_steps is None:
+    interval = job.metrics.noise_scale_every_steps
+    field, found = "metrics.noise_scale_every_steps", str(interval)
+    if job.lr.scaling == "adascale":
+        field, found = "lr.scaling", "'adascale'"
+    elif interval is None:
         if job.metrics.noise_scale_groups:
             yield Problem(
                 "metrics.noise_scale_groups",
@@ -156,7 +159,6 @@ def noise_scale_is_measurable(job: Job) -> Iterator[Problem]:
                 "set both",
             )
         return
-    found = "'adascale'" if field == "lr.scaling" else str(job.metrics.noise_scale_every_steps)
     if job.allreduce.codec is not None:
         reason = "the sum of compressed gradients is not the mean of the ranks' gradients"
         yield Problem(

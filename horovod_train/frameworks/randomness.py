@@ -19,7 +19,8 @@ def mix(seed: int, rank: int, epoch: int) -> int:
     return int(np.random.SeedSequence([seed, rank, epoch]).generate_state(1, np.uint64)[0])
 
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio
+GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 / golden ratio: multiples of it spread seeds."""
 
 
 def sample_seeds(seed: int, epoch: int, numbers: Iterable[int]) -> npt.NDArray[np.uint64]:
@@ -28,7 +29,7 @@ def sample_seeds(seed: int, epoch: int, numbers: Iterable[int]) -> npt.NDArray[n
     The mixer is that of SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014).
     """
     with np.errstate(over="ignore"):
-        x = np.fromiter(numbers, np.uint64) * _GOLDEN + np.uint64(mix(seed, 0, epoch))
+        x = np.fromiter(numbers, np.uint64) * np.uint64(GOLDEN) + np.uint64(mix(seed, 0, epoch))
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return np.asarray(x ^ (x >> np.uint64(31)), np.uint64)

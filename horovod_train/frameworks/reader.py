@@ -28,13 +28,12 @@ from horovod_train.data.shard import MicroBatch, Order
 from horovod_train.data.waiting import timed
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset
-from horovod_train.frameworks.randomness import sample_seeds
+from horovod_train.frameworks.randomness import GOLDEN, sample_seeds
 from horovod_train.frameworks.task import load_task_class
 from horovod_train.system.signals import PREEMPTION_SIGNALS
 
 MAX_TEMP_BYTES = 70
 """The path of a socket may have 107 bytes, and Python appends the names of a folder and a file to TMPDIR."""
-_SEED_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads seeds
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def fetches(
         seeds = sample_seeds(seed, epoch, indices).tolist() if by_sample else []
         yield Fetch(
             tuple(indices),
-            (seed * 1_000_003 + epoch * _SEED_MULTIPLIER + batch.start) % 2**63,
+            (seed * 1_000_003 + epoch * GOLDEN + batch.start) % 2**63,
             tuple(each % 2**63 for each in seeds),
         )
 

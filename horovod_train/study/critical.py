@@ -31,6 +31,8 @@ from horovod_train.study.run import run_trial
 from horovod_train.study.trials import Trial
 
 BASE = "critical-base"
+TOLERANCE = 0.01
+"""Tolerated relative increase of the loss."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,12 @@ class Branching:
         multiples: Factors of the batch; the first is 1.
         length_epochs: Length of a branch, in epochs.
         num_seeds: Number of orders of the samples.
-        tolerance: Tolerated relative increase of the loss.
     """
 
     epochs: tuple[int, ...]
     multiples: tuple[int, ...] = (1, 2, 4, 8, 16)
     length_epochs: float = 1.0
     num_seeds: int = 1
-    tolerance: float = 0.01
 
     def check(self, job: Job) -> None:
         """Raise UserError if branches do not fit in the training of a job."""
@@ -222,19 +222,16 @@ def critical_batch(losses: Mapping[int, float], tolerance: float) -> float | Non
     return None
 
 
-def by_epoch(
-    branches: Sequence[Mapping[str, float]], tolerance: float
-) -> dict[int, tuple[float | None, int]]:
-    """Return the critical batch size by epoch, and the largest examined batch; means over seeds."""
-    found = {}
-    for epoch in sorted({int(branch["epoch"]) for branch in branches}):
-        losses: dict[int, list[float]] = {}
-        for branch in branches:
-            if branch["epoch"] == epoch:
-                losses.setdefault(int(branch["batch"]), []).append(branch["loss"])
-        means = {batch: fmean(values) for batch, values in losses.items()}
-        found[epoch] = critical_batch(means, tolerance), max(means)
-    return found
+def mean_losses(branches: Sequence[Mapping[str, float]]) -> dict[int, dict[int, float]]:
+    """Return the mean loss over seeds by epoch and batch, both in ascending order."""
+    found: dict[int, dict[int, list[float]]] = {}
+    for branch in sorted(branches, key=lambda branch: (branch["epoch"], branch["batch"])):
+        of_epoch = found.setdefault(int(branch["epoch"]), {})
+        of_epoch.setdefault(int(branch["batch"]), []).append(branch["loss"])
+    return {
+        epoch: {batch: fmean(values) for batch, values in of_epoch.items()}
+        for epoch, of_epoch in found.items()
+    }
 
 
 def batch_warmup(critical: Mapping[int, float], full: float) -> tuple[int, float] | None:
@@ -258,28 +255,26 @@ def batch_warmup(critical: Mapping[int, float], full: float) -> tuple[int, float
     return start, max(epoch * (full - start) / (batch - start) for epoch, batch in below.items())
 
 
-def critical_blocks(branches: Sequence[Mapping[str, float]], tolerance: float = 0.01) -> Iterator[Block]:
+def critical_blocks(branches: Sequence[Mapping[str, float]]) -> Iterator[Block]:
     """Yield the table, the chart and the suggested batch warm-up of a measurement."""
-    found = by_epoch(branches, tolerance)
+    losses = mean_losses(branches)
+    found = {epoch: critical_batch(of_epoch, TOLERANCE) for epoch, of_epoch in losses.items()}
+    largest = {epoch: max(of_epoch) for epoch, of_epoch in losses.items()}
     rows = [
-        (str(epoch), f"at least {largest}" if batch is None else f"{batch:.0f}", str(largest))
-        for epoch, (batch, largest) in found.items()
+        (str(epoch), f"at least {largest[epoch]}" if batch is None else f"{batch:.0f}", str(largest[epoch]))
+        for epoch, batch in found.items()
     ]
     yield Text(
-        f"The largest batch whose loss after a branch is at most {tolerance:.0%} above that of the smallest "
+        f"The largest batch whose loss after a branch is at most {TOLERANCE:.0%} above that of the smallest "
         "batch, on the same samples."
     )
     yield Table("By epoch", ("epoch", "critical batch size", "largest examined"), tuple(rows))
-    losses = []
-    for epoch in found:
-        batches = sorted({int(b["batch"]) for b in branches if b["epoch"] == epoch})
-        means = [
-            fmean(b["loss"] for b in branches if (b["epoch"], b["batch"]) == (epoch, batch))
-            for batch in batches
-        ]
-        losses.append(Curve(f"epoch {epoch}", tuple(map(float, batches)), tuple(means)))
-    yield Chart("Loss of branches by batch", "batch (samples)", "loss", tuple(losses))
-    known = {epoch: float(largest) if batch is None else batch for epoch, (batch, largest) in found.items()}
+    curves = [
+        Curve(f"epoch {epoch}", tuple(map(float, of_epoch)), tuple(of_epoch.values()))
+        for epoch, of_epoch in losses.items()
+    ]
+    yield Chart("Loss of branches by batch", "batch (samples)", "loss", tuple(curves))
+    known = {epoch: float(largest[epoch]) if batch is None else batch for epoch, batch in found.items()}
     full = max(known.values())
     warmup = batch_warmup(known, full)
     if warmup is not None:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,11 @@ class Result:
 
     def seconds_to(self, metric: str, target: float) -> float | None:
         """Return the time until an evaluation has a value of at most ``target``; None: never, or unknown."""
-        for step, found in self.evaluations:
-            if found.get(metric, math.inf) <= target:
-                return (
-                    None
-                    if self.seconds is None or not self.num_steps
-                    else self.seconds * step / self.num_steps
-                )
-        return None
+        steps = (step for step, found in self.evaluations if found.get(metric, math.inf) <= target)
+        step = next(steps, None)
+        if step is None or self.seconds is None or not self.num_steps:
+            return None
+        return self.seconds * step / self.num_steps
 
 
 def result_of(trial: Trial, records: Sequence[Record], problem: str = "") -> Result:
@@ -114,16 +111,14 @@ def result_of(trial: Trial, records: Sequence[Record], problem: str = "") -> Res
     )
     if summary is None or problem:
         return found
-    return Result(
-        **{
-            **asdict(found),
-            "metrics": dict(summary.metrics),
-            "num_steps": summary.steps,
-            "epochs": summary.epochs,
-            "seconds": _seconds(summary, events),
-            "evaluations": sorted(evaluations.items()),
-            "noise_scale": noise[-1] if noise else None,
-        }
+    return replace(
+        found,
+        metrics=dict(summary.metrics),
+        num_steps=summary.steps,
+        epochs=summary.epochs,
+        seconds=_seconds(summary, events),
+        evaluations=sorted(evaluations.items()),
+        noise_scale=noise[-1] if noise else None,
     )
 
 

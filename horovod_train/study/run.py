@@ -14,11 +14,11 @@ from time import monotonic
 
 from horovod_train.client.handle import JobHandle
 from horovod_train.client.local import LocalJob, start
-from horovod_train.errors import HorovodTrainError, LaunchError
 from horovod_train.events.file import Record
 from horovod_train.events.text import duration
 from horovod_train.events.types import Failure
 from horovod_train.study.results import Result, Study, result_of
+from horovod_train.study.table import ranks_text
 from horovod_train.study.trials import Trial
 
 MAX_ATTEMPTS = 3
@@ -54,15 +54,6 @@ def run_trials(study: Study, trials: Iterable[Trial], report: Callable[[str], No
         )
 
 
-def ranks_text(num_ranks: int) -> str:
-    """Return a number of ranks as text.
-
-    >>> ranks_text(1), ranks_text(4)
-    ('1 rank', '4 ranks')
-    """
-    return "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-
-
 def time_left_s(times_s: list[tuple[Trial, float]], left: list[Trial]) -> float:
     """Return an estimate of the remaining time: the mean of trials on as many ranks, or of all trials."""
     total = 0.0
@@ -96,11 +87,12 @@ def run_trial(study: Study, trial: Trial, report: Callable[[str], None]) -> Resu
         if status.state == "succeeded":
             return result_of(trial, records)
         is_own = status.exit_code in OWN_ERRORS or is_of_task(own)
+        problem = problem_of(str(status), own)
         if is_new:
-            report(f"{handle.id}: {status.state}: {problem_of(handle, own)}")
+            report(f"{handle.id}: {status.state}: {problem}")
         if (is_new and is_own) or num_started >= MAX_ATTEMPTS:
             break
-    return result_of(trial, records, problem_of(handle, own) or "it did not succeed")
+    return result_of(trial, records, problem)
 
 
 def is_of_task(records: list[Record]) -> bool:
@@ -109,13 +101,8 @@ def is_of_task(records: list[Record]) -> bool:
     return any(failure.is_cause and failure.cause == "task" for failure in failures)
 
 
-def problem_of(handle: JobHandle, records: list[Record]) -> str:
-    """Return the reason of a failure, as far as it is known."""
+def problem_of(status: str, records: list[Record]) -> str:
+    """Return the reason of a failure: the message of its cause, or the status of the job."""
     failures = [record.event for record in records if isinstance(record.event, Failure)]
-    causes = [failure.message for failure in failures if failure.is_cause] or [f.message for f in failures]
-    if causes:
-        return causes[-1].splitlines()[0]
-    try:
-        return str(handle.status()).splitlines()[0]
-    except (HorovodTrainError, LaunchError) as error:
-        return str(error)
+    causes = [failure for failure in failures if failure.is_cause] or failures
+    return (causes[-1].message if causes else status).splitlines()[0]

@@ -10,7 +10,15 @@ from statistics import fmean, stdev
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.study.results import Result
-from horovod_train.study.run import ranks_text
+
+
+def ranks_text(num_ranks: int) -> str:
+    """Return a number of ranks as text.
+
+    >>> ranks_text(1), ranks_text(4)
+    ('1 rank', '4 ranks')
+    """
+    return "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
 
 
 @dataclass(frozen=True)
@@ -96,13 +104,8 @@ class StudyTable:
 
     def best_of(self, rows: Iterable[Row]) -> Row | None:
         """Return the row with the best mean; None: no row has one. Rows with failed seeds do not count."""
-        known = [(self.difference(row), row) for row in rows if not row.failed]
-        found = [
-            (difference, number, row)
-            for number, (difference, row) in enumerate(known)
-            if difference is not None
-        ]
-        return min(found)[2] if found else None
+        known = [row for row in rows if not row.failed and self.difference(row) is not None]
+        return min(known, key=lambda row: self.difference(row) or 0.0, default=None)
 
 
 SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wer", "cer", "mse", "mae", "nll", "distance")
@@ -144,8 +147,7 @@ def table_of(results: Iterable[Result], metric: Metric) -> StudyTable:
     groups: dict[tuple[int, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result.num_ranks, result.policy), []).append(result)
-    order = {policy: number for number, (_, policy) in enumerate(groups)}
-    keys = sorted(groups, key=lambda key: (key[0], order[key[1]] if key in groups else 0))
+    keys = sorted(groups, key=lambda key: key[0])
     rows = tuple(_row(*key, groups[key], metric) for key in keys)
     succeeded = [row for row in rows if row.value is not None]
     best = [result.best("loss", "min") for row in rows for result in row.results]

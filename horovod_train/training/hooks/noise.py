@@ -70,7 +70,8 @@ class MeasureNoise(Hook):
             run.progress.noise = run.progress.noise.with_step(moments, decay)
             self._report(run)
         elif moments is not None and report.outcome.is_finite and not run.progress.noise.num_measured:
-            self._warn(run, "the gradient noise scale is not measured yet: this step had only one part")
+            text = "the gradient noise scale is not measured yet: this step had only one part"
+            self._warn(run, "one part", text)
         if (found := run.progress.noise.noise_scale) is not None:
             report.derived["noise_scale"] = found  # also of steps that were not measured
         if run.policy.scaled.follows_gain:
@@ -83,11 +84,10 @@ class MeasureNoise(Hook):
             self._recorder.record(GroupNoiseRecord(groups))
         is_past = noise.noise_scale is not None and run.global_batch_size > noise.noise_scale
         if is_past and noise.num_measured >= MIN_MEASUREMENTS:
-            self._warn(run, past_critical_batch(run, noise.noise_scale or 0.0))
+            self._warn(run, "past", past_critical_batch(run, noise.noise_scale or 0.0))
 
-    def _warn(self, run: Run, text: str) -> None:
-        """Report a message on rank 0, each kind once."""
-        kind = text.partition(" ")[2][:20]
+    def _warn(self, run: Run, kind: str, text: str) -> None:
+        """Report a message on rank 0, once for each kind."""
         if kind not in self._warned and run.world.rank == 0:
             self._reporter.report(Notice(text=text))
         self._warned.add(kind)

@@ -41,7 +41,7 @@ class NoiseMeter:
         self.is_due = False
         self.num_groups = len(optimizer.param_groups) if by_group else 1
         self._group_of = {
-            id(parameter): number if by_group else 0
+            id(parameter): number
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }

@@ -126,14 +126,6 @@ def _as_requested(found: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Te
 Draw = Callable[[SampleDraws, Sequence[int], torch.dtype, str], torch.Tensor]
 
 
-def _uniform(draws: SampleDraws, shape: Sequence[int], dtype: torch.dtype, what: str) -> torch.Tensor:
-    return draws.uniform(shape, dtype, what)
-
-
-def _normal(draws: SampleDraws, shape: Sequence[int], dtype: torch.dtype, what: str) -> torch.Tensor:
-    return draws.normal(shape, dtype, what)
-
-
 def _made(original: Callable[..., torch.Tensor], draw: Draw) -> Callable[..., torch.Tensor]:
     """Return a function that creates a tensor of a shape, such as ``torch.rand``."""
 
@@ -247,8 +239,12 @@ def install() -> None:
             setattr(functional, name, _dropout(getattr(functional, name), num_dims))
         functional.scaled_dot_product_attention = _attention(functional.scaled_dot_product_attention)
         functional.multi_head_attention_forward = _multi_head(functional.multi_head_attention_forward)
-        torch.rand, torch.randn = _made(torch.rand, _uniform), _made(torch.randn, _normal)
-        torch.rand_like, torch.randn_like = _like(torch.rand_like, _uniform), _like(torch.randn_like, _normal)
+        torch.rand, torch.randn = (
+            _made(torch.rand, SampleDraws.uniform),
+            _made(torch.randn, SampleDraws.normal),
+        )
+        torch.rand_like = _like(torch.rand_like, SampleDraws.uniform)
+        torch.randn_like = _like(torch.randn_like, SampleDraws.normal)
         torch.randint, torch.bernoulli = _integers(torch.randint), _bernoulli(torch.bernoulli)
         setattr(torch.Tensor, "bernoulli", _bernoulli(torch.Tensor.bernoulli))  # noqa: B010
         fills: dict[str, Callable[..., torch.Tensor]] = {

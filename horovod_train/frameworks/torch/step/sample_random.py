@@ -26,10 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
-from horovod_train.frameworks.randomness import sample_seeds
+from horovod_train.frameworks.randomness import GOLDEN, sample_seeds
 
 MASK16 = 0xFFFF
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
 NUM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Bits of uniformly distributed numbers; more would be rounded up to 1."""
 HINT = (
@@ -63,7 +62,7 @@ class SampleDraws(RankDraws):
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
-        self._counters: dict[int, torch.Tensor] = {}
+        self._hashed = torch.zeros(0, dtype=torch.int32, device=device)
         self._keys = torch.zeros(0, dtype=torch.int64)
         self._num_calls = 0
         self._is_in_forward = False
@@ -136,9 +135,9 @@ class SampleDraws(RankDraws):
 
     def _counter(self, length: int) -> torch.Tensor:
         """Return the hashed numbers of the elements of a sample, shape [length]."""
-        if length not in self._counters:
-            self._counters[length] = mixed32(torch.arange(length, dtype=torch.int32, device=self._device))
-        return self._counters[length]
+        if length > len(self._hashed):
+            self._hashed = mixed32(torch.arange(length, dtype=torch.int32, device=self._device))
+        return self._hashed[:length]
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, what: str) -> torch.Tensor:
         """Return numbers that are uniformly distributed in [0, 1), with as many bits as the type represents.
