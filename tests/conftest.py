@@ -83,6 +83,7 @@ class Seen:
     def __init__(self):
         self.matrix = Matrix()
         self.launches = Launches()
+        self.is_page_right = True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self):
@@ -104,7 +105,8 @@ def pytest_sessionfinish(session):
         return  # whoever has started the workers knows everything
     seen = session.config.stash[SEEN]
     page = session.config.getoption("--matrix")
-    if page and not update(seen.matrix, Path(page)):
+    seen.is_page_right = not page or update(seen.matrix, Path(page))
+    if not seen.is_page_right:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     is_suite = "not campaign" in session.config.option.markexpr
     if is_suite and seen.launches.counts.total() > MAX_LAUNCHES:
@@ -115,7 +117,9 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.write_line(str(config.stash[SEEN].launches))
     page = config.getoption("--matrix")
     if page:
-        terminalreporter.write_line(f"{page} says what was seen; if it has changed, look at it and commit it")
+        is_right = config.stash[SEEN].is_page_right
+        text = "is as these tests found" if is_right else "was rewritten: inspect it with git diff and commit it"
+        terminalreporter.write_line(f"{page} {text}")
 
 
 @pytest.fixture(scope="session", autouse=True)

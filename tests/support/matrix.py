@@ -119,16 +119,29 @@ class Matrix:
         cells = {cell: "**fails**" if cell in self._failed else text for cell, text in self._cells.items()}
         versions = ["version", *(SUPPORT[column.partition(" ")[0]].tested for column in COLUMNS)]
         names = {name: f"`{name}`" for name in STRATEGIES}
-        of_frameworks, of_strategies = refused_fields()
-        return (
-            HEAD
-            + _table(cells, ROWS, COLUMNS, [versions])
-            + of_frameworks
-            + refused_callbacks()
-            + STRATEGIES_HEAD
-            + _table(cells, FEATURES, names)
-            + of_strategies
-        )
+        return _page(_table(cells, ROWS, COLUMNS, [versions]), _table(cells, FEATURES, names))
+
+
+def renewed(page: str) -> str:
+    """Return the page with new text around its two tables of tested features."""
+    of_frameworks, of_strategies = (
+        page[page.index("\n|", page.index(before)) + 1 : page.index(f"\n## Fields that a {what} refuses")]
+        for before, what in (("# Features by framework", "framework"), ("## Strategies", "strategy"))
+    )
+    return _page(of_frameworks, of_strategies)
+
+
+def _page(of_frameworks: str, of_strategies: str) -> str:
+    refused_by_frameworks, refused_by_strategies = refused_fields()
+    return (
+        HEAD
+        + of_frameworks
+        + refused_by_frameworks
+        + refused_callbacks()
+        + STRATEGIES_HEAD
+        + of_strategies
+        + refused_by_strategies
+    )
 
 
 def _table(
@@ -194,3 +207,8 @@ def update(matrix: Matrix, path: Path) -> bool:
     if not was_right:
         path.write_text(page)
     return was_right
+
+
+if __name__ == "__main__":
+    PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+    PAGE.write_text(renewed(PAGE.read_text()))
