@@ -118,7 +118,9 @@ def pytest_terminal_summary(terminalreporter, config):
     page = config.getoption("--matrix")
     if page:
         is_right = config.stash[SEEN].is_page_right
-        text = "is as these tests found" if is_right else "was rewritten: inspect it with git diff and commit it"
+        text = (
+            "agrees with these tests" if is_right else "was rewritten: inspect it with git diff and commit it"
+        )
         terminalreporter.write_line(f"{page} {text}")
 
 
