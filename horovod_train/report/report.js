@@ -8,16 +8,23 @@ function trace(chart, curve, place) {
   return { name: curve.name, x: curve.x, y: curve.y, mode, line: { color, width: 1.5 } };
 }
 
+// A button of each chart saves it as a picture.
+const withPicture = (title) => ({
+  responsive: true, displaylogo: false, modeBarButtons: [["toImage"]],
+  toImageButtonOptions: { format: "svg", filename: title.replaceAll(/[^A-Za-z0-9]+/g, "-") },
+});
+
 const charts = JSON.parse(document.getElementById("charts").textContent);
 await Promise.all(charts.map((chart, place) => {
   const traces = chart.curves.map((curve, number) => trace(chart, curve, number));
   const isLong = chart.curves.length > 1;
   return draw(`chart-${place}`, traces, {
     barmode: "stack",
+    paper_bgcolor: colour("background"),
     showlegend: isLong,
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
     xaxis: { title: { text: chart.x_title }, ...(chart.kind === "bars" ? { type: "category" } : {}) },
     yaxis: { title: { text: isLong ? "" : chart.y_title } },
-  }, `${chart.title}; the tables have the numbers`);
+  }, `${chart.title}; the tables have the numbers`, withPicture(chart.title));
 }));
 document.documentElement.dataset.drawn = String(charts.length);

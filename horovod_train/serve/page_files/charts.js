@@ -33,14 +33,14 @@ const EMPTY = {
   annotations: [{ text: "no data yet", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }],
 };
 
-async function draw(id, traces, extra, description) {
+async function draw(id, traces, extra, description, config = QUIET) {
   const plotly = await loaded;
   const known = (values) => values?.some((value) => (Array.isArray(value) ? known(value) : value !== null && value !== undefined));
   if (!traces.some((trace) => known(trace.z ?? trace.y))) [traces, extra] = [[], EMPTY];
   const element = document.getElementById(id);
   if (!element) return; // removed, because another run is shown
   element.setAttribute("aria-label", description);
-  await plotly.react(element, traces, layout(extra), QUIET);
+  await plotly.react(element, traces, layout(extra), config);
 }
 
 const COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#8a5a00"];
