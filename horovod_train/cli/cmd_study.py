@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from horovod_train.report.document import Report
     from horovod_train.study.results import Study
 
-FORMS = ("markdown", "json", "html")
+OF_TABLE = ("ranks", "policies")
+OF_CRITICAL_BATCH = ("branch_epochs", "branch_length", "multiples")
+"""Options that apply only to one of the two measurements."""
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
@@ -111,6 +113,7 @@ def command(
     from horovod_train.study.trials import policies_of, trials_of
 
     refuse_as_rank()
+    refuse_other_options(click.get_current_context(), is_critical=critical_batch)
     described = load_job(job_file(job), overrides)
     folder = folder_of(described) if output is None else output.absolute()
     if metric is not None:
@@ -130,6 +133,18 @@ def command(
             study.save()
             run_trials(study, trials, print_line)
         finish(study, described, metric)
+
+
+def refuse_other_options(context: click.Context, *, is_critical: bool) -> None:
+    """Refuse the options of the measurement that was not requested."""
+    for name in OF_TABLE if is_critical else OF_CRITICAL_BATCH:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            option = "--" + name.replace("_", "-")
+            raise click.UsageError(
+                f"{option} has no effect with --critical-batch, which branches one training of JOB; use --set"
+                if is_critical
+                else f"{option} has no effect without --critical-batch"
+            )
 
 
 def finish(study: Study, job: Job, metric: str | None) -> None:

@@ -135,6 +135,15 @@ def job_from(
     return job
 
 
+def changed(job: Job, settings: Mapping[str, object], source: str) -> Job:
+    """Return a job with other values of some fields, by dotted path, checked as a whole.
+
+    Raises:
+        ConfigError: The changed job is not valid; the error names ``source`` and lists all problems.
+    """
+    return job_from(job.model_dump(mode="json"), Path(), source, environ={}, settings=settings)
+
+
 def read_tree(path: Path) -> Tree:
     """Read a file into plain dictionaries, lists and scalars.
 

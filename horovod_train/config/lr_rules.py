@@ -73,13 +73,20 @@ def decay_has_its_fields(job: Job) -> Iterator[Problem]:
 
 
 def warmup_fits(job: Job) -> Iterator[Problem]:
-    """Require that warm-up ends before training, and refuse ``warmup_start_lr`` without warm-up."""
+    """Require that warm-up ends before training, and refuse what has no effect without warm-up."""
     lr = job.lr
     if lr.warmup_epochs > job.train.epochs:
         yield Problem(
             "lr.warmup_epochs",
             f"{lr.warmup_epochs:g}",
             f"must be at most train.epochs = {job.train.epochs}",
+        )
+    if lr.scaling == "legw" and lr.warmup_epochs == 0:
+        yield Problem(
+            "lr.warmup_epochs",
+            "0",
+            "lr.scaling: legw lengthens the warm-up in proportion to the global batch, and there is none",
+            "set the warm-up of the reference batch, or use lr.scaling: sqrt",
         )
     if lr.warmup_start_lr is not None and lr.warmup_epochs == 0:
         yield Problem(
@@ -204,13 +211,6 @@ def momentum_correction_is_supported(job: Job) -> Iterator[Problem]:
     if job.lr.momentum_correction and job.optimizer.name != "sgd" and ":" not in job.optimizer.name:
         yield Problem(
             "lr.momentum_correction", "True", "is a correction for sgd with momentum", "leave it out"
-        )
-    if job.lr.momentum_correction and job.framework == "mxnet":
-        yield Problem(
-            "lr.momentum_correction",
-            "True",
-            "is not supported with framework: mxnet (legacy framework)",
-            "leave it out",
         )
 
 

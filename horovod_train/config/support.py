@@ -204,6 +204,11 @@ SUPPORT: Mapping[str, Support] = {
             Refused(
                 "train.precision", "mixed precision of MXNet is not supported (legacy framework)", "use fp32"
             ),
+            Refused(
+                "lr.momentum_correction",
+                "momentum of MXNet is not corrected (legacy framework)",
+                "leave it out",
+            ),
             Refused("train.deterministic", "MXNet has no such setting", "leave it out"),
             Refused(
                 "allreduce.wire_dtype", "gradients of MXNet are not compressed (legacy framework)", "use fp32"

@@ -36,6 +36,9 @@ from horovod_train.registry import SCALINGS, SCHEDULES, load_location
 NUM_CHECKED_POINTS = 101
 """Number of points at which the rate is computed before training, to find an invalid one early."""
 
+BEGIN_AFTER_WARMUP = {"step": "first milestone", "wsd": "cooldown (a smaller lr.cooldown_fraction)"}
+"""Schedules that begin to reduce the rate at a given time, and the name of that time."""
+
 
 @dataclass(frozen=True)
 class LearningRatePolicy:
@@ -98,8 +101,16 @@ class LearningRatePolicy:
         """Check the policy before training.
 
         Raises:
-            UserError: The scaled warm-up is longer than the training, or a rate is invalid.
+            UserError: The scaled warm-up is longer than the training or than the schedule permits, the batch
+                warm-up begins above the global batch, or a rate is invalid.
         """
+        batch_warmup = self.train.batch_warmup
+        if batch_warmup is not None and batch_warmup.start > self.global_batch_size:
+            raise UserError(
+                f"train.batch_warmup.start {batch_warmup.start} is above the global batch of "
+                f"{self.global_batch_size}, to which the batch grows",
+                hint="use a smaller start, a larger train.global_batch_size, or leave train.batch_warmup out",
+            )
         if self.warmup_epochs > self.total_epochs:
             raise UserError(
                 f"lr.warmup_epochs: scaling {self.section.scaling} makes the warm-up "
@@ -107,6 +118,14 @@ class LearningRatePolicy:
                 f"{self.warmup_epochs:g} epochs, and train.epochs is {self.total_epochs:g}",
                 hint="use fewer ranks, a shorter lr.warmup_epochs, more epochs, or another lr.scaling",
             )
+        if self.section.decay in BEGIN_AFTER_WARMUP and self.warmup_epochs > 0:
+            position = Position(self.warmup_epochs, self.warmup_epochs, self.total_epochs)
+            if self._decay(position) < 1:
+                raise UserError(
+                    f"lr.decay: {self.section.decay} reduces the rate before the warm-up of "
+                    f"{self.warmup_epochs:g} epochs ends",
+                    hint=f"use a shorter warm-up, or a later {BEGIN_AFTER_WARMUP[self.section.decay]}",
+                )
         for number in range(NUM_CHECKED_POINTS):
             self.at(self.total_epochs * number / (NUM_CHECKED_POINTS - 1))
 

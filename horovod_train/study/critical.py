@@ -10,7 +10,6 @@ Source: Merrill et al., "Critical Batch Size Revisited", arXiv:2505.23971.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from horovod_train.config.load import job_from
+from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
+from horovod_train.config.load import changed
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import axes_of
 from horovod_train.errors import UserError
-from horovod_train.lr.policy import policy_of
 from horovod_train.report.document import Block, Chart, Curve, Table, Text
 from horovod_train.study.results import CRITICAL, Study
 from horovod_train.study.run import run_trial
@@ -148,7 +146,7 @@ def _train_branch(
     branching: Branching,
     report: Callable[[str], None],
 ) -> Branch:
-    progress = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["progress"]
+    progress = progress_of(checkpoint)
     num_samples = branching.length_epochs * progress["order"]["num_samples"]
     settings = {
         "train.seed": seed,
@@ -181,22 +179,27 @@ def _sizes(batch: int) -> dict[str, Any]:
 
 def _trial(job: Job, folder: Path, name: str, settings: Mapping[str, Any]) -> Trial:
     fields = {"name": name, "run_dir": str(folder), "checkpoint.dir": None, "checkpoint.every_epochs": 1}
-    described = job_from(
-        job.model_dump(mode="json"), Path(), name, environ={}, settings={**fields, **settings}
-    )
-    num_ranks = described.launch.num_ranks or 1
-    rate = policy_of(described, axes_of(described.strategy, num_ranks).data)
-    rate.check()
-    return Trial(CRITICAL, num_ranks, described.train.seed, described, rate)
+    described = changed(job, {**fields, **settings}, name)
+    return Trial.of(CRITICAL, described.launch.num_ranks or 1, described)
+
+
+def progress_of(checkpoint: Path) -> Mapping[str, Any]:
+    """Return the progress that a checkpoint contains.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
+    progress: Mapping[str, Any] = read_checkpoint(checkpoint, ["state"]).documents["state"]["progress"]
+    return progress
 
 
 def checkpoints_by_epoch(folder: Path) -> dict[int, Path]:
     """Return the checkpoints at the end of epochs, by number of completed epochs."""
     found = {}
-    for path in sorted(folder.glob("step-*/state.json")):
-        progress = json.loads(path.read_text(encoding="utf-8"))["progress"]
+    for stored in list_checkpoints(folder):
+        progress = progress_of(stored.path)
         if progress["cursor"] == 0:
-            found[int(progress["epoch"])] = path.parent
+            found[int(progress["epoch"])] = stored.path
     return found
 
 

@@ -14,7 +14,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from horovod_train.config.load import job_from, read_tree
+from horovod_train.config.load import changed, read_tree
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of, batch_size_of_lr
@@ -63,6 +63,17 @@ class Trial:
     seed: int
     job: Job
     learning_rate: LearningRatePolicy
+
+    @classmethod
+    def of(cls, policy: str, num_ranks: int, job: Job) -> Trial:
+        """Return the trial of a job, and check its learning rate.
+
+        Raises:
+            UserError: The scaling rule does not support this number of ranks.
+        """
+        rate = policy_of(job, axes_of(job.strategy, num_ranks).data)
+        rate.check()
+        return cls(policy, num_ranks, job.train.seed, job, rate)
 
     @property
     def name(self) -> str:
@@ -183,10 +194,7 @@ def _trial(job: Job, policy: Policy, num_ranks: int, seed: int, folder: Path, nu
         batch = trial_job.global_batch_size(axes_of(job.strategy, num_ranks).data)
         sizes = {"train.global_batch_size": batch, "train.accumulation_steps": 1}
         trial_job = _changed(job, settings | sizes | {"launch.num_ranks": num_real}, policy.name)
-    num_data_ranks = axes_of(job.strategy, num_ranks).data
-    rate = policy_of(trial_job, num_data_ranks)
-    rate.check()
-    return Trial(policy.name, num_ranks, seed, _measuring_noise(trial_job), rate)
+    return Trial.of(policy.name, num_ranks, _measuring_noise(trial_job))
 
 
 def _real_ranks(job: Job, num_ranks: int, num_cores: int) -> int:
@@ -203,9 +211,7 @@ def _real_ranks(job: Job, num_ranks: int, num_cores: int) -> int:
 
 def _changed(job: Job, settings: Mapping[str, Any], policy: str) -> Job:
     try:
-        return job_from(
-            job.model_dump(mode="json"), Path(), f"policy {policy}", environ={}, settings=settings
-        )
+        return changed(job, settings, f"policy {policy}")
     except ConfigError as error:
         problems = "; ".join(f"{each.path} {each.message}" for each in error.problems)
         raise UserError(f"policy {policy} cannot be used with this job: {problems}") from error

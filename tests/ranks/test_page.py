@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -277,7 +277,7 @@ def test_a_report_is_drawn_without_network(ended, chromium, tmp_path):
         shown.page.hover("#chart-0")
         with shown.page.expect_download() as download:
             shown.page.click("#chart-0 [data-title^='Download plot']")
-        picture = ElementTree.parse(download.value.path()).getroot()  # noqa: S314  (drawn by this page)
+        picture = ET.parse(download.value.path()).getroot()  # noqa: S314  (drawn by this page)
         assert picture.tag.endswith("svg")
         assert len(picture.findall(".//{*}path[@class='js-line']")) == len(drawn)
         assert [each for each in shown.asked if not each.startswith(("data:", "blob:"))] == [file.as_uri()]

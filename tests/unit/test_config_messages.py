@@ -112,6 +112,12 @@ SAID = [
         "",
     ),
     (
+        {"lr": {"scaling": "legw", "warmup_epochs": 0.0}},
+        "lr.warmup_epochs = 0",
+        "lr.scaling: legw lengthens the warm-up in proportion to the global batch, and there is none",
+        "set the warm-up of the reference batch, or use lr.scaling: sqrt",
+    ),
+    (
         {"lr": {"momentum_correction": True}, "optimizer": {"name": "adamw", "args": {}}},
         "lr.momentum_correction = True",
         "is a correction for sgd with momentum",

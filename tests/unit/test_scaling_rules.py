@@ -51,6 +51,30 @@ def test_legw_refuses_a_warm_up_that_is_longer_than_the_training():
         LearningRatePolicy(section, 256, 10).check()
 
 
+@pytest.mark.parametrize(
+    ("fields", "instead"),
+    [
+        ({"decay": "step", "milestones_epochs": [4.0]}, "later first milestone"),
+        ({"decay": "wsd", "cooldown_fraction": 0.7}, "smaller lr.cooldown_fraction"),
+    ],
+)
+def test_a_decay_that_begins_within_the_scaled_warm_up_is_refused(fields, instead):
+    section = LearningRate(scaling="legw", warmup_epochs=2.0, **fields)
+    LearningRatePolicy(section, 32, 10).check()
+
+    with pytest.raises(UserError, match="reduces the rate before the warm-up of 4 epochs ends") as error:
+        LearningRatePolicy(section, 64, 10).check()
+    assert instead in error.value.hint
+
+
+def test_a_batch_warm_up_from_above_the_global_batch_is_refused():
+    train = Train(batch_warmup={"start": 64, "epochs": 2.0})
+    LearningRatePolicy(LearningRate(), 64, 10, train).check()
+
+    with pytest.raises(UserError, match="start 64 is above the global batch of 32"):
+        LearningRatePolicy(LearningRate(), 32, 10, train).check()
+
+
 class Adam:
     """Kingma and Ba, algorithm 1, with the constants of Malladi et al. for k times the batch."""
 

@@ -499,6 +499,22 @@ class TestTheCriticalBatch:
         assert default_epochs(1) == ()
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--multiples", "1,2"], "--multiples has no effect without --critical-batch"),
+        (["--branch-length", "1.0"], "--branch-length has no effect without --critical-batch"),
+        (["--critical-batch", "--ranks", "1,2"], "--ranks has no effect with --critical-batch"),
+        (["--critical-batch", "--policies", "sqrt"], "--policies has no effect with --critical-batch"),
+    ],
+)
+def test_options_of_the_other_measurement_are_refused(options, problem):
+    done = CliRunner().invoke(cli, ["study", "digits", *options])
+
+    assert done.exit_code == 2
+    assert problem in done.output
+
+
 @pytest.mark.parametrize("option", ["--ranks", "--multiples", "--branch-epochs"])
 def test_numbers_that_are_none_are_refused(option):
     done = CliRunner().invoke(cli, ["study", "digits", option, "1,x"])

@@ -15,6 +15,7 @@ from horovod_train.config.support import SUPPORT
 from horovod_train.registry import FRAMEWORKS
 
 OTHER_VALUES = {
+    "lr.momentum_correction": True,
     "train.compile": {"backend": "aot_eager"},
     "train.cuda_graph": True,
     "train.matmul_precision": "high",
