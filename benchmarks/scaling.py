@@ -1,8 +1,10 @@
 """What the gradient noise scale and random numbers by sample cost, on two ranks.
 
-Steps with and without are those of alternating epochs of one training: two processes on a shared machine
-differ by more than what is measured. A pair is an epoch with, and the epoch after it without; the ratio of a
-pair is that of their mean step times, without the slowest fifth.
+Steps with and without alternate within one training: processes on a shared machine differ by more than
+the cost that is measured. The noise scale alternates by steps, or by blocks of ten steps of which one is
+measured, in the order with, without, without, with; a pair is one epoch. Random numbers alternate by epochs,
+because loaders draw by sample for a whole epoch; a pair is an epoch with, and the next one without. The
+ratio of a pair is that of the mean step times, without the slowest fifth.
 
 usage: python -m benchmarks.scaling [--pairs N] [--steps N]
 """
@@ -30,6 +32,7 @@ from horovod_train.training.run import Run
 
 KINDS = ("noise scale every 10 steps", "noise scale in each step", "random numbers by sample")
 WARMUP_EPOCHS = 2
+BLOCK = 10
 
 
 class Samples:
@@ -67,15 +70,14 @@ class Transformer:
         return functional.cross_entropy(model(values + 0.1 * torch.randn_like(values)), labels)
 
 
-def switch(run: Run, kind: str, *, is_on: bool) -> None:
-    """Enable or disable what is measured, for the next epoch."""
+def draw_by_sample(run: Run, *, is_on: bool) -> None:
+    """Draw random numbers by sample or by rank in the next epoch."""
     replica: Any = run.replica
-    if kind == KINDS[2]:
-        train = run.job.train.model_copy(update={"randomness": "sample" if is_on else "rank"})
-        replica._draws = draws_of(train, replica.device)  # noqa: SLF001
-        if is_on:
-            replica._draws._finder = None  # noqa: SLF001  (it records the first micro-batch of a job)
-        run.train_reader._by_sample = is_on  # type: ignore[attr-defined]  # noqa: SLF001
+    train = run.job.train.model_copy(update={"randomness": "sample" if is_on else "rank"})
+    replica._draws = draws_of(train, replica.device)  # noqa: SLF001
+    if is_on:
+        replica._draws._finder = None  # noqa: SLF001  (it records the first micro-batch of a job)
+    run.train_reader._by_sample = is_on  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def rank(kind: str, pairs: int, steps: int) -> None:
@@ -96,29 +98,44 @@ def rank(kind: str, pairs: int, steps: int) -> None:
     run = make_run(job, Mesh(world, world), *framework.prepare(job, Mesh(world, world)))
     run.replica.broadcast()
     begin(run)
-    medians: list[float] = []
-    for epoch in range(WARMUP_EPOCHS + 2 * pairs):
-        is_on = epoch % 2 == 0
-        switch(run, kind, is_on=is_on)
-        times_s = []
+    ratios: list[float] = []
+    off_s, times_s = 0.0, dict[bool, list[float]]({True: [], False: []})
+    for epoch in range(WARMUP_EPOCHS + pairs * (2 if kind == KINDS[2] else 1)):
+        if kind == KINDS[2]:
+            draw_by_sample(run, is_on=epoch % 2 == 0)
         for number, step in enumerate(rest_of_epoch(run)):
-            if kind in KINDS[:2]:
-                run.replica.noise.is_due = is_on and (kind == KINDS[1] or number % 10 == 0)  # type: ignore[attr-defined]
+            is_on = epoch % 2 == 0 if kind == KINDS[2] else is_with(kind, number)
+            if kind != KINDS[2]:
+                run.replica.noise.is_due = is_on and (kind == KINDS[1] or number % BLOCK == 0)  # type: ignore[attr-defined]
             begun_s = perf_counter()
             run.replica.step(step, run.lr_of(step.share.num_samples), want_norm=False)
-            times_s.append(perf_counter() - begun_s)
+            times_s[is_on].append(perf_counter() - begun_s)
             run.progress.advance(step.share.num_samples, 0.0)
         finish_epoch(run)
-        medians.append(statistics.fmean(sorted(times_s)[: -len(times_s) // 5]))  # without the slowest fifth
-    told = medians[WARMUP_EPOCHS:]
-    tell(world, {"ratios": [on / off for on, off in zip(told[::2], told[1::2], strict=True)], "s": told[1]})
+        if epoch < WARMUP_EPOCHS:
+            times_s = {True: [], False: []}
+        elif times_s[True] and times_s[False]:
+            off_s = without_slowest(times_s[False])
+            ratios.append(without_slowest(times_s[True]) / off_s)
+            times_s = {True: [], False: []}
+    tell(world, {"ratios": ratios, "s": off_s})
+
+
+def is_with(kind: str, number: int) -> bool:
+    """Return whether the noise scale is on in a step: with, without, without, with."""
+    return (number if kind == KINDS[1] else number // BLOCK) % 4 in {0, 3}
+
+
+def without_slowest(times_s: list[float]) -> float:
+    """Return the mean time, without the slowest fifth."""
+    return statistics.fmean(sorted(times_s)[: -len(times_s) // 5])
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=80)
     chosen = parser.parse_args()
     print("| on against off | median ratio | lowest | highest | step |")
     print("|---|---|---|---|---|", flush=True)
