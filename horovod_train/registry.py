@@ -196,6 +196,14 @@ LAUNCHERS = Registry(
     renamed={"has_files_here": "has_local_files", "goes_on": "is_running"},
 )
 
+PROCESS_MANAGERS = Registry(
+    kind="process manager",
+    group="horovod_train.process_managers",
+    builtin={
+        name: f"horovod_train.launch.mpi.{name}:start" for name in ("orte", "prrte", "hydra", "pals", "jsrun")
+    },
+)
+
 _TORCH_OPTIMIZERS = Registry(
     kind="optimizer",
     group="horovod_train.optimizers.torch",

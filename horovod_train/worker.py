@@ -35,6 +35,7 @@ from horovod_train.health.join_watch import JoinWatch
 from horovod_train.health.world_check import check_world
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
+from horovod_train.horovod.launched import number_of, refuse_other_launchers
 from horovod_train.rank import RankServices, make_run, restore_from, resume
 from horovod_train.registry import FRAMEWORKS, SCRIPT, make_task_importable
 from horovod_train.system import streams
@@ -75,7 +76,7 @@ def main(options: WorkerOptions) -> int:
         streams.leave_terminal_of_mpirun()
     streams.install_dropping_streams()
     os.environ.update(from_slurm(os.environ))
-    rank_hint = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+    rank_hint = number_of(os.environ, "rank", alone=0)
     channel = channel_of(os.environ) if options.as_events else None
     reporter = Reporter(rank_hint, as_json=options.as_events, channel=channel)
     request = PreemptionRequest()
@@ -85,6 +86,7 @@ def main(options: WorkerOptions) -> int:
     if folder is not None:
         start_heartbeat(folder, rank_hint)
     try:
+        refuse_other_launchers(os.environ)
         # `horovod-train run` has already applied overrides from environment variables.
         job = load_job(options.job_file, environ={} if options.as_events else None)
         make_task_importable(job.task)

@@ -9,7 +9,6 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -79,7 +78,6 @@ class HostDetails(HostFacts):
     Attributes:
         python_version: Version of Python.
         engine: Horovod installation.
-        mpi: Version of Open MPI; empty: not installed.
         names: Address of each requested host name; empty: the name cannot be resolved.
         disks: Free space for each requested folder, in bytes.
         open_files: Limit of open files per process.
@@ -95,7 +93,6 @@ class HostDetails(HostFacts):
 
     python_version: str
     engine: EngineFacts
-    mpi: str
     names: dict[str, str]
     disks: dict[str, int]
     open_files: int
@@ -116,7 +113,6 @@ def examine_host(folders: Sequence[str], names: Sequence[str], ports: Sequence[i
         **vars(describe_host(names)),
         python_version=platform.python_version(),
         engine=_engine(),
-        mpi=_mpi_version(),
         names={name: _address(name) for name in names},
         disks={folder: _free_bytes(folder) for folder in folders},
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -140,14 +136,6 @@ def _engine() -> EngineFacts:
         nccl=plan.get("nccl", ""),
         patches_differ=sorted({name for name, _ in own_patches().items() ^ plan.get("patches", {}).items()}),
     )
-
-
-def _mpi_version() -> str:
-    sibling = Path(sys.executable).with_name("mpirun")
-    found = re.search(
-        r"\(Open MPI\) (\S+)", _output(str(sibling if sibling.exists() else "mpirun"), "--version")
-    )
-    return found[1] if found else ""
 
 
 def _gpus() -> list[Gpu]:

@@ -15,8 +15,11 @@ from pathlib import Path
 
 import psutil
 
+from horovod_train.horovod.mpi import installed_mpi
 from horovod_train.system.machine import usable_cores
 
+FABRICS = ("infiniband", "hfi1", "cxi")
+"""Classes of adapters in /sys/class: InfiniBand, Omni-Path, Slingshot."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
@@ -27,9 +30,12 @@ class HostFacts:
     Attributes:
         python: Path of the Python interpreter.
         prefix: Prefix of its environment.
-        has_mpi: Whether Open MPI is installed in that environment, and so requires OPAL_PREFIX.
-        path: PATH of a command started over ssh.
+        mpi: MPI library of the engine, such as "Open MPI 4.1.8"; empty: unknown.
+        mpi_programs: Folder of its programs; empty: unknown.
+        mpi_environment: Variables with which ranks use it.
+        path: PATH of a command started over ssh, preceded by the programs of that environment.
         cores: Number of cores that may be used.
+        has_fabric: Whether the host has an InfiniBand, Omni-Path or Slingshot adapter.
         reads_memory: Whether a process may read the memory of another process.
         addresses: IPv4 addresses of each interface that is up.
         ssh_address: Local address of the ssh connection; empty: not connected by ssh.
@@ -40,9 +46,12 @@ class HostFacts:
 
     python: str
     prefix: str
-    has_mpi: bool
+    mpi: str
+    mpi_programs: str
+    mpi_environment: dict[str, str]
     path: str
     cores: int
+    has_fabric: bool
     reads_memory: bool
     addresses: dict[str, list[str]]
     ssh_address: str
@@ -53,12 +62,17 @@ class HostFacts:
 
 def describe_host(others: Sequence[str]) -> HostFacts:
     """Collect the facts about this host, including the source addresses of packets to other hosts."""
+    mpi = installed_mpi()
+    path = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
     return HostFacts(
         python=sys.executable,
         prefix=sys.prefix,
-        has_mpi=(Path(sys.prefix) / "bin" / "orted").exists(),
-        path=os.environ.get("PATH", os.defpath),
+        mpi=str(mpi or ""),
+        mpi_programs=str(mpi.programs) if mpi else "",
+        mpi_environment=mpi.environment({**os.environ, "PATH": path}) if mpi else {},
+        path=path,
         cores=usable_cores(),
+        has_fabric=any(entry for name in FABRICS for entry in Path("/sys/class", name).glob("*")),
         reads_memory=can_read_memory(),
         addresses=addresses_by_interface(),
         # The format is "client-address client-port server-address server-port".

@@ -22,18 +22,30 @@ def command() -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Horovod's source archive, for machines without a package index.",
 )
+@click.option(
+    "--mpi",
+    "mpi_path",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Folder of an MPI installation, or its mpicxx; default: the first mpicxx on the PATH (after `module "
+    "load`), or else Open MPI's wheel in this environment.",
+)
 @click.option("--without-cuda", is_flag=True, help="Build without CUDA, even if this machine has a GPU.")
 @click.option("--no-install", is_flag=True, help="Only store the wheel in the cache, and print its path.")
-def build(sdist: Path | None, *, force: bool, without_cuda: bool, no_install: bool) -> None:
+def build(
+    sdist: Path | None, mpi_path: Path | None, *, force: bool, without_cuda: bool, no_install: bool
+) -> None:
     """Build Horovod for the frameworks of this environment, and install it."""
     from horovod_train.horovod import build as engine
+    from horovod_train.horovod.mpi import find_mpi
 
-    plan = engine.make_plan(without_cuda=without_cuda, report=print_line)
-    wheel = engine.build(plan, sdist=sdist, force=force, report=print_line)
-    if no_install:
+    mpi = find_mpi(mpi_path)
+    plan = engine.make_plan(mpi, without_cuda=without_cuda, report=print_line)
+    wheel = engine.build(plan, mpi, sdist=sdist, force=force, report=print_line)
+    if no_install or mpi is None:
         print_line(wheel)
         return
-    engine.install(wheel, plan, force=force, report=print_line)
+    engine.install(wheel, plan, mpi, force=force, report=print_line)
 
 
 @command.command()

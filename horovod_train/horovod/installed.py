@@ -14,7 +14,7 @@ LOOPBACK_LIBRARY = "loopback.so"
 
 def installed_plan() -> dict[str, Any] | None:
     """Return the build plan of the installed engine; None: Horovod is missing or was built otherwise."""
-    package = _horovod_folder()
+    package = horovod_folder()
     if package is None or not (package / PLAN_FILE).exists():
         return None
     document: dict[str, Any] = json.loads((package / PLAN_FILE).read_text())
@@ -29,12 +29,12 @@ def installed_key() -> str | None:
 
 def loopback_library() -> Path | None:
     """Return the library with which mpirun listens on the loopback only; None: the engine has none."""
-    folder = _horovod_folder()
+    folder = horovod_folder()
     library = folder and folder / LOOPBACK_LIBRARY
     return library if library and library.exists() else None
 
 
-def _horovod_folder() -> Path | None:
+def horovod_folder() -> Path | None:
     """Return the folder of the installed Horovod; None: it is not installed."""
     try:
         return Path(str(metadata.distribution("horovod").locate_file("horovod")))

@@ -1,8 +1,8 @@
-// Lets mpirun listen on the loopback only, for ranks that are all on this machine: Open MPI 4 has no
-// setting for it. The launcher names this library in LD_PRELOAD.
+// Lets mpirun listen on the loopback only, for ranks that are all on this machine: Open MPI and Hydra (of
+// MPICH and Intel MPI) have no setting for it. The launcher names this library in LD_PRELOAD.
 //
-// It does nothing in any other program, and mpirun's children do not load it: what a task listens on
-// is the task's affair.
+// It does nothing in any other program, and ranks do not load it: a task decides itself on which addresses
+// it listens.
 
 #include <cstdlib>
 #include <cstring>
@@ -15,15 +15,21 @@
 
 namespace {
 
-bool is_mpirun = false;
+bool is_launcher = false;
+
+bool begins_with(const char* text, const char* start) { return strncmp(text, start, strlen(start)) == 0; }
 
 // Before main(), with one thread.
 __attribute__((constructor)) void begin() {
-  // In Open MPI's wheel, mpirun is a program that starts another, orterun_wrapper.
   const char* name = program_invocation_short_name;
-  const bool is_called_so = strncmp(name, "mpirun", 6) == 0 || strncmp(name, "orterun", 7) == 0;
-  is_mpirun = is_called_so && dlsym(RTLD_DEFAULT, "orte_init");
-  if (!is_mpirun) return;
+  // Hydra's daemons load this library, too, and an option of Hydra restores LD_PRELOAD for the ranks.
+  const bool is_hydra = begins_with(name, "mpiexec.hydra") || begins_with(name, "hydra_");
+  // In Open MPI's wheel, mpirun is a program that starts another, orterun_wrapper or prterun.
+  const bool is_orte = (begins_with(name, "mpirun") || begins_with(name, "orterun")) &&
+                       dlsym(RTLD_DEFAULT, "orte_init");
+  const bool is_prrte = dlsym(RTLD_DEFAULT, "prte_init") != nullptr;
+  is_launcher = is_hydra || is_orte || is_prrte;
+  if (!is_launcher || is_hydra) return;
   // This library is the first; what follows is the user's. Empty, not unset: horovodrun has mpirun pass
   // it on, and mpirun warns of what is not there.
   const char* libraries = getenv("LD_PRELOAD");
@@ -36,7 +42,7 @@ __attribute__((constructor)) void begin() {
 extern "C" int bind(int socket, const sockaddr* address, socklen_t size_bytes) {
   using Bind = int (*)(int, const sockaddr*, socklen_t);
   static const Bind next = reinterpret_cast<Bind>(dlsym(RTLD_NEXT, "bind"));
-  if (!is_mpirun || !address) return next(socket, address, size_bytes);
+  if (!is_launcher || !address) return next(socket, address, size_bytes);
   sockaddr_storage changed = {};
   memcpy(&changed, address, size_bytes < sizeof changed ? size_bytes : sizeof changed);
   auto& v4 = reinterpret_cast<sockaddr_in&>(changed);

@@ -116,6 +116,8 @@ class LaunchPlan:
         files: Contents by path; they are written before the command starts.
         note: Remark for readers of the plan; may be empty.
         is_by_hand: ``argv`` is the equivalent command for a user; the launcher does not run it.
+        tag: Pattern of the tag before each line of a rank, with the rank as its group; empty: the command
+            prints one of the tags in ``events/wire.py``.
     """
 
     argv: tuple[str, ...]
@@ -123,12 +125,15 @@ class LaunchPlan:
     files: Mapping[Path, str] = field(default_factory=dict)
     note: str = ""
     is_by_hand: bool = False
+    tag: str = ""
 
     def write_files(self) -> None:
         """Write the files, and create missing folders."""
         for path, content in self.files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
+            if content.startswith("#!"):
+                path.chmod(0o700)
 
     def as_text_with_files(self) -> str:
         """Return the plan as text, with the contents of its files."""

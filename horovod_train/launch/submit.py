@@ -17,6 +17,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import KeyUsedError, LaunchError, UnansweredError
 from horovod_train.events.text import tagged
 from horovod_train.events.wire import parse_line
+from horovod_train.horovod.mpi import installed_mpi
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.hosts.hostlist import interface_towards
 from horovod_train.launch.jobs import (
@@ -28,6 +29,7 @@ from horovod_train.launch.jobs import (
     save_record,
     submitted_job,
 )
+from horovod_train.launch.mpi.start import manager_name
 from horovod_train.launch.supervise.signals import TerminationRequested, interrupted_by_signals
 from horovod_train.registry import LAUNCHERS
 
@@ -40,7 +42,9 @@ def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
     launch = job.launch
     is_elsewhere = launch.hosts or (launch.elastic is not None and launch.elastic.discover is not None)
     is_alone = not is_elsewhere and launch.most_ranks == 1
-    name = ("local" if is_alone else "horovodrun") if launch.launcher == "auto" else launch.launcher
+    name = launch.launcher
+    if name == "auto":
+        name = "local" if is_alone else automatic_launcher(launch.controller)
     launcher = launcher_named(name)
     hosts = launch.hosts or (launcher.hosts(os.environ) if hasattr(launcher, "hosts") else [])
     base = Path(job.run_dir).expanduser().resolve()
@@ -58,6 +62,12 @@ def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
     return LaunchRequest(
         changed, run_id or new_run_id(), base / job.name, Path.cwd(), own_interface=interface_towards(launch)
     )
+
+
+def automatic_launcher(controller: str) -> str:
+    """Return the launcher of several ranks: horovodrun, unless it does not support the MPI library."""
+    mpi = installed_mpi() if controller == "mpi" else None
+    return "horovodrun" if mpi is None or manager_name(mpi) == "orte" else "mpirun"
 
 
 def _absolute(folder: str | None) -> str | None:

@@ -28,6 +28,7 @@ from horovod_train.events.types import Preempted, ScriptDone, Targets
 from horovod_train.events.wire import Reporter
 from horovod_train.horovod.counters import allreduce_counters, gpu_allreduce_counters
 from horovod_train.horovod.environment import horovod_settings
+from horovod_train.horovod.launched import number_of
 from horovod_train.registry import load_attribute
 from horovod_train.scripts.meter import StepMeter
 from horovod_train.telemetry.catalog import SCRIPT_CATALOG
@@ -165,9 +166,8 @@ def watch_imports(meter: StepMeter) -> None:
 
 def _place(environ: Mapping[str, str]) -> SingleRank:
     """Return this rank's place from the launcher's environment variables, without communication."""
-
-    def number(what: str, alone: int) -> int:
-        names = (f"HOROVOD_{what}", f"OMPI_COMM_WORLD_{what}")
-        return int(next((environ[name] for name in names if name in environ), alone))
-
-    return SingleRank(rank=number("RANK", 0), size=number("SIZE", 1), local_rank=number("LOCAL_RANK", 0))
+    return SingleRank(
+        rank=number_of(environ, "rank", alone=0),
+        size=number_of(environ, "size", alone=1),
+        local_rank=number_of(environ, "local_rank", alone=0),
+    )

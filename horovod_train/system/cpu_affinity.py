@@ -16,6 +16,7 @@ NODES = Path("/sys/devices/system/node")
 _LOCAL = (
     ("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Hydra
 )
 
 

@@ -48,7 +48,7 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader
 from horovod_train.frameworks.task import load_task
-from horovod_train.horovod.environment import started_as_one_of_many
+from horovod_train.horovod.launched import started_as_one_of_many
 
 Arrays = dict[str, np.ndarray]
 MEET_S = 60.0

@@ -25,7 +25,7 @@ ROOMS = {
     "data": BASICS | {"config"},
     "horovod": BASICS | {"config"},
     "checks": BASICS | {"horovod"},
-    "collectives": BASICS | {"config", "horovod.environment", "horovod.counters"},
+    "collectives": BASICS | {"config", "horovod.environment", "horovod.launched", "horovod.counters"},
     "checkpoint": BASICS | {"config", "collectives.base"},
     "health": BASICS
     | {"config", "collectives.base", "collectives.log", "horovod.fingerprint"}
@@ -39,6 +39,7 @@ ROOMS = {
         "lr",
         "collectives",
         "horovod.environment",
+        "horovod.launched",
         "data",
         "health.heartbeat",
         "health.join_watch",
@@ -63,7 +64,8 @@ ROOMS = {
         "frameworks.base",
     },
     "scripts": BASICS
-    | {"config", "events", "collectives.base", "horovod.environment", "horovod.counters", "telemetry"},
+    | {"config", "events", "collectives.base", "telemetry"}
+    | {"horovod.environment", "horovod.launched", "horovod.counters"},
     "launch": set(),
     "launch.hosts": BASICS
     | {
@@ -73,20 +75,24 @@ ROOMS = {
         "horovod.fingerprint",
         "horovod.build",
         "horovod.installed",
+        "horovod.mpi",
         "checks",
     },
     "launch.base": BASICS | {"config", "launch.hosts"},
+    "launch.mpi": BASICS
+    | {"horovod.environment", "horovod.mpi", "horovod.toolchain"}
+    | {"launch.hosts", "launch.base"},
     "launch.jobs": BASICS | {"config", "launch.base"},
     "launch.console": BASICS | {"config", "events"},
     "launch.supervise": BASICS
     | {"config", "events", "checks", "launch.hosts"}
     | {"launch.base", "launch.jobs", "launch.console"},
     "launch.launchers": BASICS
-    | {"config", "events", "horovod.environment"}
-    | {"launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.supervise"},
+    | {"config", "events", "horovod.toolchain"}
+    | {"launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.mpi", "launch.supervise"},
     "launch.submit": BASICS
-    | {"config", "events"}
-    | {"launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.supervise"},
+    | {"config", "events", "horovod.mpi"}
+    | {"launch.mpi", "launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.supervise"},
     "client": BASICS | {"config", "events", "launch.base", "launch.jobs", "launch.submit"},
     "monitor": BASICS
     | {"config", "events", "launch.base", "launch.jobs"}

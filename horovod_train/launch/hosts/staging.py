@@ -34,15 +34,18 @@ exec {python} -P -m {program}
 
 # A rank may be stopped before its Python sends heartbeats (health/heartbeat.py). $$ is the PID of the rank.
 _FIRST_BEAT = """read -r now_s _ </proc/uptime
-echo "$now_s" >"{stage}/alive-${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-${{SLURM_PROCID:-0}}}}}}-$$"
+rank=${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-${{PMI_RANK:-${{SLURM_PROCID:-0}}}}}}}}
+echo "$now_s" >"{stage}/alive-$rank-$$"
 """
 
-_ORTED = """#!/bin/sh
-# Open MPI's daemon, known as part of the run so that it does not outlive it.
+_DAEMON = """#!/bin/sh
+# A daemon of MPI's process manager, known as part of the run so that it does not outlive it.
 set -a
 . {stage}/environment
 set +a
-exec {prefix}/bin/orted "$@"
+daemon={programs}/${{1##*/}}
+shift
+exec "$daemon" "$@"
 """
 
 
@@ -52,7 +55,7 @@ def stage_files(
     stage: str,
     *,
     python: str,
-    prefix: str,
+    mpi_programs: str,
     folder: Path,
     program: tuple[str, ...] = (),
     variables: Mapping[str, str],
@@ -64,7 +67,7 @@ def stage_files(
         run_id: Name of the run.
         stage: Folder for the files on the host.
         python: Path of the host's Python.
-        prefix: Prefix of the host's Python environment.
+        mpi_programs: Folder of the programs of the host's MPI library.
         folder: Working directory of ranks, if it exists on the host.
         program: Python module and arguments of a rank; empty: the worker.
         variables: Environment variables of ranks on the host, including secrets.
@@ -85,7 +88,7 @@ def stage_files(
             program=shlex.join(program or worker),
             first_beat="" if program else _FIRST_BEAT.format(stage=stage),
         ),
-        "orted": _ORTED.format(stage=stage, prefix=shlex.quote(prefix)),
+        "daemon": _DAEMON.format(stage=stage, programs=shlex.quote(mpi_programs)),
     }
 
 

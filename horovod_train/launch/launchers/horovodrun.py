@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
-from pathlib import Path
 
 from horovod_train.errors import LaunchError
-from horovod_train.horovod.environment import open_mpi_on_loopback, open_mpi_without_ssh
+from horovod_train.horovod.toolchain import programs_path
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import as_argument
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
+from horovod_train.launch.mpi.orte import environment
+from horovod_train.launch.mpi.start import manager_name, mpi_of_engine
 
 
 class HorovodrunLauncher(SupervisedLauncher):
@@ -22,7 +22,7 @@ class HorovodrunLauncher(SupervisedLauncher):
         """Return the plan.
 
         Raises:
-            LaunchError: ``horovodrun`` is not installed.
+            LaunchError: ``horovodrun`` is not installed, or does not support the MPI library.
         """
         launch = request.job.launch
         argv = [
@@ -39,29 +39,18 @@ class HorovodrunLauncher(SupervisedLauncher):
             # Without this option, horovodrun finds interfaces by exchanging pickles over the network
             # (CVE-2024-10190 and similar). The environment of ranks contains the interface of their host.
             argv += ["--network-interfaces", request.own_interface or "UNKNOWN"]
-        environment = {"PATH": path_of_this_environment()}
+        env = {"PATH": programs_path()}
         if launch.controller == "mpi":
-            environment |= open_mpi_settings(request)
+            mpi = mpi_of_engine()
+            if manager_name(mpi) != "orte":
+                raise LaunchError(
+                    f"horovodrun starts ranks with Open MPI 4 only, and the engine uses {mpi}",
+                    hint="leave launch.launcher out, or use launch.launcher: mpirun",
+                )
+            env |= mpi.environment({**os.environ, **env}) | environment(request)
         if request.is_remote:
-            environment["HOROVOD_SSH"] = shlex.join(request.ssh)
-        return LaunchPlan((*argv, request.rank_command), environment, request.files_for_ssh)
-
-
-def open_mpi_settings(request: LaunchRequest) -> dict[str, str]:
-    """Return the environment variables for Open MPI, for all launchers that call mpirun."""
-    # Horovod's background thread polls MPI, and must yield if it shares a core with a compute thread.
-    settings = {"OMPI_MCA_mpi_yield_when_idle": "1", **open_mpi_without_ssh()}
-    if request.is_remote:
-        settings["OMPI_MCA_plm_rsh_agent"] = shlex.join(request.ssh)
-        settings["OMPI_MCA_orte_launch_agent"] = f"{request.stage}/orted"
-    else:
-        settings |= open_mpi_on_loopback(os.environ)
-    return settings
-
-
-def path_of_this_environment() -> str:
-    """Return PATH, preceded by the programs of this Python environment."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+            env["HOROVOD_SSH"] = shlex.join(request.ssh)
+        return LaunchPlan((*argv, request.rank_command), env, request.files_for_ssh)
 
 
 def find_program(name: str) -> str:
@@ -70,8 +59,7 @@ def find_program(name: str) -> str:
     Raises:
         LaunchError: The program is not installed.
     """
-    sibling = Path(sys.executable).with_name(name)
-    found = str(sibling) if sibling.exists() else shutil.which(name)
+    found = shutil.which(name, path=programs_path())
     if found is None:
         raise LaunchError(
             f"{name} is not installed in this environment",

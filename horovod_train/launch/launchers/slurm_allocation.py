@@ -13,18 +13,15 @@ import sys
 from collections.abc import Mapping
 
 from horovod_train.errors import LaunchError, PreemptedError
+from horovod_train.horovod.toolchain import programs_path
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.jobs import StateFile
-from horovod_train.launch.launchers.horovodrun import (
-    find_program,
-    open_mpi_settings,
-    path_of_this_environment,
-)
-from horovod_train.launch.launchers.mpirun import mpirun_command
+from horovod_train.launch.launchers.horovodrun import find_program
 from horovod_train.launch.launchers.slurm import call_slurm
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
+from horovod_train.launch.mpi.start import mpi_of_engine, start_of
 
 
 class SlurmAllocationLauncher(SupervisedLauncher):
@@ -61,8 +58,8 @@ class SlurmAllocationLauncher(SupervisedLauncher):
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan."""
         if request.job.launch.controller == "mpi":
-            environment = {"PATH": path_of_this_environment(), **open_mpi_settings(request)}
-            return LaunchPlan((*mpirun_command(request, None), request.rank_command), environment)
+            start = start_of(mpi_of_engine(), request, None)
+            return LaunchPlan((*start.argv, request.rank_command), start.env, start.files, tag=start.tag)
         placed = [f"{host.name}:{host.num_ranks}" for host in request.hosts]
         return LaunchPlan(
             (
@@ -70,7 +67,7 @@ class SlurmAllocationLauncher(SupervisedLauncher):
                 *(request.own_interface or "-", find_program("srun"), "--label", "--kill-on-bad-exit=1"),
                 *(f"--ntasks={request.num_ranks}", f"--nodes={len(placed)}", request.rank_command),
             ),
-            {"PATH": path_of_this_environment()},
+            {"PATH": programs_path()},
         )
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:

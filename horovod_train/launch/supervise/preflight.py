@@ -17,6 +17,7 @@ from horovod_train.launch.hosts.agent import HostActions
 from horovod_train.launch.hosts.host_group import HostConnection, HostGroup
 from horovod_train.launch.hosts.interfaces import Chosen, choose
 from horovod_train.launch.hosts.staging import pack_code, stage_files
+from horovod_train.launch.hosts.transport import transport_variables
 
 ANSWERS_APART_S = 5.0
 # Variables of this environment with these prefixes are passed to ranks on other hosts.
@@ -68,7 +69,7 @@ def prepare(
                 request.run_id,
                 request.stage,
                 python=found.python,
-                prefix=found.prefix,
+                mpi_programs=found.mpi_programs or f"{found.prefix}/bin",
                 folder=request.folder,
                 program=request.program,
                 variables={**variables, **wanted, **secrets},
@@ -190,24 +191,11 @@ def rank_variables(
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if not host.is_local:
         variables |= {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
-        variables["PATH"] = f"{description.prefix}/bin:{description.path}"
-    if interface is not None:
-        variables |= {
-            "HOROVOD_GLOO_IFACE": interface.name,
-            "NCCL_SOCKET_IFNAME": interface.name,
-            "OMPI_MCA_btl_tcp_if_include": interface.name,
-        }
-    else:
-        # Ranks on one machine use shared memory; with TCP, they would listen on all addresses.
-        variables["OMPI_MCA_btl"] = "^openib,tcp"
-    if not description.reads_memory:
-        # Otherwise, Open MPI retries with each message, and prints an error each time.
-        variables["OMPI_MCA_btl_vader_single_copy_mechanism"] = "none"
+        variables["PATH"] = description.path
+    variables |= description.mpi_environment | transport_variables(description, interface)
     if not host.is_local:
         # The name by which the host was reached; its own name may be unknown to other hosts.
         variables["HOROVOD_TRAIN_HOST"] = host.name
-    if description.has_mpi:
-        variables["OPAL_PREFIX"] = description.prefix
     return {**variables, **job.launch.env, **host.settings.env}
 
 

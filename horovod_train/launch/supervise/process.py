@@ -13,7 +13,7 @@ from time import monotonic, sleep
 import psutil
 
 from horovod_train.errors import LaunchError
-from horovod_train.events.wire import lines_of_ranks
+from horovod_train.events.wire import lines_of_ranks, with_standard_tags
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.hosts.agent import RUN_VARIABLE
 
@@ -89,7 +89,7 @@ def execute(
     try:
         assert process.stdout is not None
         with process.stdout as output:
-            for line in lines_of_ranks(output):
+            for line in lines_of_ranks(with_standard_tags(output, plan.tag)):
                 on_line(line)
     finally:
         kill_descendants(keep)

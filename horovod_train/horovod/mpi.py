@@ -1,0 +1,234 @@
+"""The MPI library of the engine: found by its compiler wrapper, identified, and recorded.
+
+    mpicxx (--mpi, or PATH, or this environment) -> trial link -> library, ABI -> name and version -> record
+
+Ranks use the MPI library with which the engine was installed. Its name is that of the library, and not of
+``mpirun``, because some MPI libraries are started by the launcher of a batch system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from horovod_train.errors import EngineError
+from horovod_train.horovod.installed import horovod_folder
+
+WRAPPER = "mpicxx"
+RECORD = "horovod_train_mpi.json"
+TIMEOUT_S = 60
+PLACEHOLDER = "I_MPI_SUBSTITUTE_INSTALLDIR"
+"""Text in the compiler wrappers of Intel MPI's wheels in place of the value of I_MPI_ROOT."""
+
+SYSTEM_FOLDERS = re.compile(r"/(usr/)?(bin|lib(64|/[\w-]+-linux-gnu)?)")
+"""Folders that programs and libraries are found in without variables."""
+
+C_INTERFACE = "-DMPICH_SKIP_MPICXX -DOMPI_SKIP_MPICXX"
+"""Compiler options that omit MPI's C++ interface, which is not part of the ABI, and is not used."""
+
+# Begin of MPI_Get_library_version: name of the library, and its version.
+_LIBRARIES = (
+    ("Open MPI", re.compile(r"Open MPI v([\w.]+)")),
+    ("Spectrum MPI", re.compile(r"IBM Spectrum MPI[^\d]*([\w.]+)")),
+    ("Intel MPI", re.compile(r"Intel\(R\) MPI Library ([\w.]+)")),
+    ("Cray MPICH", re.compile(r"CRAY MPICH version ([\w.]+)")),
+    ("MVAPICH", re.compile(r"MVAPICH\d?\D*([\w.]+)")),
+    ("MPICH", re.compile(r"MPICH Version:\s*([\w.]+)")),
+)
+_PROGRAM = "#include <mpi.h>\nint main() { int flag; return MPI_Initialized(&flag); }\n"
+_VERSION = """
+import ctypes, sys
+text = ctypes.create_string_buffer(8192)
+ctypes.CDLL(sys.argv[1]).MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
+print(text.value.decode(errors="replace"))
+"""
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An installed MPI library.
+
+    Attributes:
+        name: Open MPI, MPICH, Intel MPI, Cray MPICH, MVAPICH or Spectrum MPI.
+        version: Version of the library.
+        programs: Folder with its compiler wrapper and, usually, ``mpirun``.
+        library: Path of the shared library.
+        abi: Name by which programs request the library, such as libmpi.so.40.
+    """
+
+    name: str
+    version: str
+    programs: Path
+    library: Path
+    abi: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+    @property
+    def is_in_this_environment(self) -> bool:
+        """Whether the library was installed in this Python environment, from a wheel."""
+        return self.library.is_relative_to(sys.prefix)
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables with which programs and ranks use this MPI library, given an environment."""
+        found = {"MPI4PY_LIBMPI": str(self.library)}  # otherwise, mpi4py loads the first one that it finds
+        if not SYSTEM_FOLDERS.fullmatch(str(self.programs)):
+            found["PATH"] = _prepended(self.programs, environ.get("PATH", os.defpath))
+        if self.is_in_this_environment:
+            if self.name == "Open MPI":  # the wheel contains the paths of the machine that built it
+                found["OPAL_PREFIX"] = str(self.programs.parent)
+        elif not SYSTEM_FOLDERS.fullmatch(str(self.library.parent)):
+            found["LD_LIBRARY_PATH"] = _prepended(self.library.parent, environ.get("LD_LIBRARY_PATH", ""))
+        if self.name == "Intel MPI":
+            found["I_MPI_ROOT"] = environ.get("I_MPI_ROOT") or str(self.programs.parent)
+        return found
+
+
+def _prepended(folder: Path, paths: str) -> str:
+    others = [path for path in paths.split(os.pathsep) if path and path != str(folder)]
+    return os.pathsep.join([str(folder), *others])
+
+
+def find_mpi(wanted: Path | None = None) -> Mpi | None:
+    """Return the MPI library whose compiler wrapper is found first; None: there is none.
+
+    Args:
+        wanted: Compiler wrapper, or the folder of an installation; None: the first wrapper on the PATH
+            outside of this Python environment, or else the one in this environment, from a wheel.
+
+    Raises:
+        EngineError: ``wanted`` has no wrapper, or the MPI library cannot be used.
+    """
+    wrapper = find_wrapper(wanted)
+    if wrapper is None:
+        return None
+    library, abi = _linked_library(wrapper)
+    name, version = _identify(library, wrapper)
+    return Mpi(name, version, wrapper.parent, library, abi)
+
+
+def find_wrapper(wanted: Path | None = None) -> Path | None:
+    """Return the path of the compiler wrapper; arguments and errors are those of ``find_mpi``."""
+    own = Path(sys.prefix) / "bin"
+    if wanted is not None:
+        candidates = [wanted, wanted / WRAPPER, wanted / "bin" / WRAPPER]
+        found = next((str(path) for path in candidates if path.is_file() and os.access(path, os.X_OK)), None)
+        if found is None:
+            raise EngineError(
+                f"--mpi {wanted}: there is no {WRAPPER}",
+                hint=f"name the folder of an MPI installation, such as /opt/openmpi, or its {WRAPPER}; the "
+                "development package of MPI contains it",
+            )
+        return Path(found).absolute()
+    others = [path for path in os.environ.get("PATH", os.defpath).split(os.pathsep) if Path(path) != own]
+    on_path = shutil.which(WRAPPER, path=os.pathsep.join(others)) or shutil.which(WRAPPER, path=str(own))
+    return None if on_path is None else Path(on_path).absolute()
+
+
+def wrapper_environment(wrapper: Path) -> dict[str, str]:
+    """Return the environment in which a compiler wrapper works, and precedes others on the PATH."""
+    environment = {**os.environ, "PATH": _prepended(wrapper.parent, os.environ.get("PATH", os.defpath))}
+    if PLACEHOLDER in _text_of(wrapper) + _text_of(wrapper.with_name("mpigxx")):
+        environment.setdefault("I_MPI_ROOT", str(wrapper.parent.parent))
+    if wrapper.parent == Path(sys.prefix) / "bin":
+        environment["OPAL_PREFIX"] = sys.prefix
+    return environment
+
+
+def _text_of(script: Path) -> str:
+    try:
+        return script.read_bytes()[:65536].decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _linked_library(wrapper: Path) -> tuple[Path, str]:
+    """Return the MPI library that a compiler wrapper links, as the dynamic loader finds it, and its ABI."""
+    environment = wrapper_environment(wrapper)
+    with tempfile.TemporaryDirectory(prefix="horovod-mpi-") as folder:
+        program, source = Path(folder) / "trial", Path(folder) / "trial.cc"
+        source.write_text(_PROGRAM)
+        options = [*C_INTERFACE.split(), "-Wl,--as-needed", "-o", str(program), str(source)]
+        done = _run([str(wrapper), *options], environment)
+        if done.returncode:
+            raise EngineError(
+                f"{wrapper} cannot compile a program:\n{done.stderr.strip()}",
+                hint="load the compiler of this MPI (`module load`), or name another MPI with --mpi",
+            )
+        loaded = _run(["ldd", str(program)], environment).stdout
+    found = re.search(r"(libmpi\S*\.so\.\d+) => (\S+)", loaded)
+    if found is None or found[2] == "not":
+        missing = found[1] if found else "libmpi"
+        raise EngineError(
+            f"{wrapper}: the dynamic loader does not find {missing}",
+            hint="load the module of this MPI, or add the folder of its libraries to LD_LIBRARY_PATH",
+        )
+    return Path(found[2]), found[1]
+
+
+def _identify(library: Path, wrapper: Path) -> tuple[str, str]:
+    done = _run([sys.executable, "-c", _VERSION, str(library)], wrapper_environment(wrapper))
+    for name, pattern in _LIBRARIES:
+        if found := pattern.search(done.stdout):
+            return name, found[1]
+    first = (done.stdout or done.stderr).strip().splitlines()
+    raise EngineError(
+        f"{library} is an unknown MPI library: {first[-1] if first else 'it does not tell its version'}",
+        hint=f"supported: {', '.join(name for name, _ in _LIBRARIES)}",
+    )
+
+
+def _run(command: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EngineError(f"{command[0]}: {error}") from error
+
+
+# -- the MPI library of the installed engine
+
+
+def record_mpi(mpi: Mpi) -> None:
+    """Record the MPI library of the installed engine; paths in this environment are stored relative to it."""
+    folder = horovod_folder()
+    assert folder is not None
+    document = {
+        "name": mpi.name,
+        "version": mpi.version,
+        "programs": _relative(mpi.programs),
+        "library": _relative(mpi.library),
+        "abi": mpi.abi,
+    }
+    (folder / RECORD).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def installed_mpi() -> Mpi | None:
+    """Return the MPI library of the installed engine; None: there is no record."""
+    folder = horovod_folder()
+    if folder is None or not (folder / RECORD).exists():
+        return None
+    document = json.loads((folder / RECORD).read_text())
+    programs, library = (Path(sys.prefix) / document[name] for name in ("programs", "library"))
+    return Mpi(document["name"], document["version"], programs, library, document["abi"])
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(sys.prefix) if path.is_relative_to(sys.prefix) else path)

@@ -1,0 +1,1 @@
+"""Process managers of MPI libraries: how each starts ranks, one file each."""

@@ -1,0 +1,96 @@
+"""Choice of the process manager that belongs to the engine's MPI library.
+
+Each process manager is a function that returns the command, the variables and the files of a start:
+
+.. code-block:: text
+
+    orte     Open MPI 4, Spectrum MPI      prrte    Open MPI 5
+    hydra    MPICH, Intel MPI, MVAPICH     pals     Cray MPICH
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from horovod_train.errors import LaunchError
+from horovod_train.horovod.mpi import Mpi, installed_mpi
+from horovod_train.horovod.toolchain import programs_path
+from horovod_train.launch.base import LaunchRequest
+from horovod_train.launch.hosts.hostlist import Host
+from horovod_train.registry import PROCESS_MANAGERS
+
+REBUILD = "run `horovod-train engine build`, with the module of the MPI library loaded"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start of ranks by a process manager.
+
+    Attributes:
+        argv: Command, without the program of a rank.
+        env: Variables of the command.
+        files: Contents of files that the command needs, by path.
+        tag: Pattern of the tag before each line of a rank, with the rank as its group; empty: ``TAG`` of
+            ``events/wire.py``.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[Path, str] = field(default_factory=dict)
+    tag: str = ""
+
+
+ProcessManager = Callable[[Mpi, LaunchRequest, Sequence[Host] | None], Start]
+"""Function of the MPI library, the request, and the hosts (None: the batch system knows them)."""
+
+
+def mpi_of_engine() -> Mpi:
+    """Return the MPI library with which the engine was installed.
+
+    Raises:
+        LaunchError: There is no record of it, or the library no longer exists.
+    """
+    mpi = installed_mpi()
+    if mpi is None:
+        raise LaunchError("the MPI library of the engine is unknown", hint=REBUILD)
+    if not mpi.library.exists():
+        raise LaunchError(f"the engine uses {mpi}, but {mpi.library} does not exist", hint=REBUILD)
+    return mpi
+
+
+def start_of(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Start:
+    """Return the start of ranks by the process manager of an MPI library.
+
+    Raises:
+        LaunchError: The program of the process manager is not installed.
+    """
+    manager: ProcessManager = PROCESS_MANAGERS.load(manager_name(mpi))
+    start = manager(mpi, request, hosts)
+    environment = mpi.environment({**os.environ, "PATH": programs_path()})
+    return replace(start, env={"PATH": programs_path(), **environment, **start.env})
+
+
+def manager_name(mpi: Mpi) -> str:
+    """Return the name of the process manager of an MPI library."""
+    if mpi.name == "Open MPI":
+        return "orte" if int(mpi.version.partition(".")[0]) < 5 else "prrte"
+    return {"Spectrum MPI": "orte", "Cray MPICH": "pals"}.get(mpi.name, "hydra")
+
+
+def program_of(mpi: Mpi, *names: str) -> str:
+    """Return the path of the first of these programs of an MPI library.
+
+    Raises:
+        LaunchError: It has none of them.
+    """
+    for name in names:
+        if found := shutil.which(name, path=str(mpi.programs)):
+            return found
+    raise LaunchError(
+        f"{mpi} has no {' or '.join(names)} in {mpi.programs}",
+        hint="install its process manager, or start the ranks with Slurm (launch.slurm.mpi: srun)",
+    )
