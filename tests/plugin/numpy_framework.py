@@ -48,7 +48,7 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader
 from horovod_train.frameworks.task import load_task
-from horovod_train.horovod.launched import started_as_one_of_many
+from horovod_train.horovod.launched import number_of, started_as_one_of_many
 
 Arrays = dict[str, np.ndarray]
 MEET_S = 60.0
@@ -62,9 +62,9 @@ class SocketCommunicator:
     """
 
     def __init__(self, job: Job, environ: Mapping[str, str]) -> None:
-        self.rank = number_of("RANK", environ)
-        self.size = number_of("SIZE", environ)
-        self.local_rank = number_of("LOCAL_RANK", environ)
+        self.rank = number_of(environ, "rank", alone=0)
+        self.size = number_of(environ, "size", alone=1)
+        self.local_rank = number_of(environ, "local_rank", alone=0)
         self.host = socket.gethostname()
         self.waiting_since_s: float | None = None
         self.waiting_in = None
@@ -152,10 +152,6 @@ class SocketCommunicator:
                 return peer
             time.sleep(0.01)
         raise EngineError(f"rank 0 did not say in {self._folder} where it is")
-
-
-def number_of(what: str, environ: Mapping[str, str]) -> int:
-    return int(environ.get(f"HOROVOD_{what}") or environ[f"OMPI_COMM_WORLD_{what}"])
 
 
 def launch_of(environ: Mapping[str, str]) -> str:

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.collectives.horovod import HorovodCommunicator
+from horovod_train.horovod.launched import number_of
 
 OF_LAUNCHERS = ("HOROVOD", "OMPI", "PMI", "PMIX")
-RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+RANK = number_of(os.environ, "rank", alone=0)
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+from horovod_train.horovod.launched import number_of
+
+RANK = number_of(os.environ, "rank", alone=0)
 
 
 class Numbered:

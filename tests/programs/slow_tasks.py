@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-RANK = os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+from horovod_train.horovod.launched import number_of
+
+RANK = str(number_of(os.environ, "rank", alone=0))
 
 
 class Slowed:

@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+from horovod_train.horovod.launched import number_of
+
+RANK = number_of(os.environ, "rank", alone=0)
 
 
 class Numbered(Dataset[Any]):
@@ -70,6 +72,18 @@ class Noted:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(self.pause_s)
         return functional.cross_entropy(model(inputs), labels)
+
+
+class Aborting(Noted):
+    """Calls MPI_Abort on rank 1 in its third step."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = super().loss(model, batch)
+        if RANK == 1 and self.calls == 3:
+            from mpi4py import MPI
+
+            MPI.COMM_WORLD.Abort(5)
+        return loss
 
 
 class Failing(Noted):

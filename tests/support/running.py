@@ -23,12 +23,13 @@ def launched(
     path: Path,
     through: Callable[..., list[str]] = as_it_is,
     env: Mapping[str, str] | None = None,
+    programs: Path = BIN,
 ) -> subprocess.Popen[str]:
     """`horovod-train run`, started; standard error is part of its output."""
     return subprocess.Popen(
-        through(str(BIN / "horovod-train"), "run", str(path)),
+        through(str(programs / "horovod-train"), "run", str(path)),
         cwd=folder,
-        env=environment(**(env or {})),
+        env=environment(programs=programs, **(env or {})),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -65,9 +66,10 @@ class Running:
         num_ranks: int,
         through: Callable[..., list[str]] = as_it_is,
         env: Mapping[str, str] | None = None,
+        programs: Path = BIN,
     ) -> None:
         before = len(list(folder.glob("rank-*.txt")))
-        self.process = launched(folder, path, through, env)
+        self.process = launched(folder, path, through, env, programs)
         deadline = time.monotonic() + TIMEOUT_S
         while len(list(folder.glob("rank-*.txt"))) < before + num_ranks:
             assert self.process.poll() is None, self.process.communicate()[0]

@@ -65,6 +65,7 @@ class HostActions:
         self._last_busy: dict[int, tuple[float, float]] = {}  # by PID: time when last busy, CPU time then
         self._last_look: dict[int, float] = {}  # by PID: CPU time at the previous call
         self._events = ChannelReader(self.stage)
+        self._rank_pids: set[tuple[int, int]] = set()
 
     # -- queries
 
@@ -125,6 +126,7 @@ class HostActions:
         """
         now_s = time.monotonic()
         found = []
+        self.rank_pids()  # before files of ranks that have ended are removed
         for file in self.stage.glob("alive-*"):
             # If one file cannot be read or removed, the other ranks are still checked.
             with suppress(OSError, ValueError, psutil.Error):
@@ -137,6 +139,14 @@ class HostActions:
                 if silent_s >= limit_s:
                     found.append(UnresponsiveRank(rank, pid, silent_s, process.status()))
         return found
+
+    def rank_pids(self) -> list[tuple[int, int]]:
+        """Return rank and PID of each rank that has started on this host."""
+        for file in self.stage.glob("alive-*"):
+            with suppress(ValueError):
+                rank, pid = map(int, file.name.split("-")[1:])
+                self._rank_pids.add((rank, pid))
+        return sorted(self._rank_pids)
 
     def new_events(self) -> list[str]:
         """Return about 1 MiB at most of new events of this host's ranks; later calls return the rest."""

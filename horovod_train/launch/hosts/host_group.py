@@ -9,6 +9,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -336,6 +337,15 @@ class HostGroup:
     def unresponsive_ranks(self, limit_s: float) -> dict[str, list[UnresponsiveRank]]:
         """Return the unresponsive ranks of each host that responds in time, by host name."""
         return self._of_each(HostActions.unresponsive_ranks, limit_s=limit_s)
+
+    def ranks_by_pid(self) -> dict[int, int]:
+        """Return the ranks of all hosts that respond in time by PID, those that have ended included.
+
+        A PID that ranks on several hosts have had is omitted.
+        """
+        found = [pair for pairs in self._of_each(HostActions.rank_pids).values() for pair in pairs]
+        times = Counter(pid for _, pid in found)
+        return {pid: rank for rank, pid in found if times[pid] == 1}
 
     def new_events(self) -> list[str]:
         """Return the new events of all hosts that respond in time."""

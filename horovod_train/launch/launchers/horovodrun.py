@@ -12,7 +12,7 @@ from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import as_argument
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
 from horovod_train.launch.mpi.orte import environment
-from horovod_train.launch.mpi.start import manager_name, mpi_of_engine
+from horovod_train.launch.mpi.start import mpi_of_engine
 
 
 class HorovodrunLauncher(SupervisedLauncher):
@@ -42,7 +42,7 @@ class HorovodrunLauncher(SupervisedLauncher):
         env = {"PATH": programs_path()}
         if launch.controller == "mpi":
             mpi = mpi_of_engine()
-            if manager_name(mpi) != "orte":
+            if mpi.manager != "orte":
                 raise LaunchError(
                     f"horovodrun starts ranks with Open MPI 4 only, and the engine uses {mpi}",
                     hint="leave launch.launcher out, or use launch.launcher: mpirun",

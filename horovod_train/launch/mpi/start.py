@@ -68,17 +68,10 @@ def start_of(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> 
     Raises:
         LaunchError: The program of the process manager is not installed.
     """
-    manager: ProcessManager = PROCESS_MANAGERS.load(manager_name(mpi))
+    manager: ProcessManager = PROCESS_MANAGERS.load(mpi.manager)
     start = manager(mpi, request, hosts)
     environment = mpi.environment({**os.environ, "PATH": programs_path()})
     return replace(start, env={"PATH": programs_path(), **environment, **start.env})
-
-
-def manager_name(mpi: Mpi) -> str:
-    """Return the name of the process manager of an MPI library."""
-    if mpi.name == "Open MPI":
-        return "orte" if int(mpi.version.partition(".")[0]) < 5 else "prrte"
-    return {"Spectrum MPI": "orte", "Cray MPICH": "pals"}.get(mpi.name, "hydra")
 
 
 def program_of(mpi: Mpi, *names: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from signal import SIGTERM
 
 from horovod_train.errors import (
@@ -28,14 +28,11 @@ from horovod_train.events.types import (
 from horovod_train.events.wire import Line
 from horovod_train.launch.supervise.follow import CHATTER, Follower
 from horovod_train.launch.supervise.frozen_ranks import Frozen
+from horovod_train.launch.supervise.launcher_messages import Killed, aborted_rank, killed_rank
 from horovod_train.launch.supervise.stalls import Stalls
 from horovod_train.system.signals import DRAIN_SIGNALS, exit_code_of
 
 NUM_LAST_LINES = 20
-
-# Messages of mpirun, and of horovodrun with Gloo, about a killed rank.
-_MPIRUN_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
-_GLOO_KILLED = re.compile(r"Process name: (\d+)\s+Exit code: -?(\d+)")
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,14 @@ class Ended:
         stopped_by: Signal that the launcher received; None if the command exited by itself.
         lost: Host that does not respond, and the evidence; None if all respond.
         frozen: Ranks without heartbeat for ``health.stall_shutdown_s``.
+        ranks: Ranks by PID, because some launchers name a killed process only.
     """
 
     code: int
     stopped_by: int | None = None
     lost: tuple[str, str] | None = None
     frozen: Sequence[Frozen] = ()
+    ranks: Mapping[int, int] = field(default_factory=dict)
 
 
 class Outcome(Follower):
@@ -80,13 +79,16 @@ class Outcome(Follower):
         self._preempted: Preempted | None = None
         self._causes: list[tuple[int, Failure]] = []
         self._consequences: list[tuple[int, Failure]] = []
-        self._killed = ""
+        self._killed: Killed | None = None
+        self._aborted: tuple[int, int] | None = None
         self._last_words: deque[str] = deque(maxlen=NUM_LAST_LINES)
 
     def handle(self, line: Line) -> None:
         """Process one line of output."""
         match line.event:
             case None:
+                if "bort" in line.text and not self._aborted:
+                    self._aborted = aborted_rank(line.text)
                 if line.is_launchers and line.text.strip() and not CHATTER.search(line.text):
                     self._parse_launcher_line(line.text)
             case Started():
@@ -103,7 +105,9 @@ class Outcome(Follower):
     def _parse_launcher_line(self, text: str) -> None:
         # Used only if no rank has reported a cause, because launchers repeat the errors of ranks at length.
         self._last_words.append(text)
-        self._killed = self._killed or killed_rank("\n".join(self._last_words))
+        words = "\n".join(self._last_words)
+        self._killed = self._killed or killed_rank(words)
+        self._aborted = self._aborted or aborted_rank(words)
 
     def check(self, ended: Ended) -> None:
         """Return if the job succeeded; otherwise, raise one error with the cause.
@@ -141,7 +145,7 @@ class Outcome(Follower):
             )
         if self._causes:
             raise self._explain_causes()
-        raise self._explain_silence(ended.code)
+        raise self._explain_silence(ended)
 
     def _explain_stop(self, number: int) -> HorovodTrainError:
         if self._is_script and not self._causes:
@@ -178,7 +182,8 @@ class Outcome(Follower):
             hint="steps since the last checkpoint are lost" + ("" if number in DRAIN_SIGNALS else too_short),
         )
 
-    def _explain_silence(self, code: int) -> LostError:
+    def _explain_silence(self, ended: Ended) -> LostError:
+        code = ended.code
         if self._stalls.missing and not self._killed:
             return self._lost(
                 f"{self._stalls}; ended after health.stall_shutdown_s",
@@ -202,11 +207,19 @@ class Outcome(Follower):
             )
             error.cause = NcclError.cause
             return error
-        if self._killed:
+        if self._aborted is not None:
+            rank, error_code = self._aborted
             return self._lost(
-                f"{self._killed}, before it could say why{noticed}",
+                f"rank {rank} called MPI_Abort with error code {error_code}{noticed}",
+                f"the lines before it have the reason: rank-{rank}.log next to {self._log_name}",
+                ranks=[rank],
+            )
+        if self._killed is not None:
+            text = self._killed.text(ended.ranks)
+            return self._lost(
+                f"{text}, before it could say why{noticed}",
                 f"out of memory (see dmesg), or killed by a user; see {self._log_name}",
-                ranks=[int(number) for number in re.findall(r"^rank (\d+)", self._killed)],
+                ranks=[int(number) for number in re.findall(r"^rank (\d+)", text)],
             )
         last = "\n".join(f"    {line}" for line in self._last_words)
         was_killed = "a rank was killed, or the machine ran out of memory"
@@ -260,20 +273,6 @@ def stopped_between(number: int) -> PreemptedError:
     )
     error.stopped_by = number
     return error
-
-
-def killed_rank(text: str) -> str:
-    """Return which rank was killed, from messages of the launcher; empty: they name none.
-
-    >>> killed_rank("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
-    'rank 1 on n4 was killed by signal 9'
-    """
-    if found := _MPIRUN_KILLED.search(text):
-        return f"rank {found[1]} on {found[2]} was killed by signal {found[3]}"
-    if (found := _GLOO_KILLED.search(text)) and int(found[2]) > 1:
-        number = int(found[2])
-        return f"rank {found[1]} was killed by signal {number - 128 if number > 128 else number}"
-    return ""
 
 
 def _with_code(error: LaunchError, code: int) -> LaunchError:

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from horovod_train.horovod.launched import number_of
+
 NUM_SAMPLES = 50  # not divisible by any global batch used: the last batch of an epoch is short
 NUM_EVAL_SAMPLES = 23
 BATCH_SIZE = 4
-RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+RANK = number_of(os.environ, "rank", alone=0)
 SHAPES = {"w1": (6, 16), "b1": (16,), "w2": (16, 3), "b2": (3,)}
 
 

@@ -1,0 +1,72 @@
+"""Messages of launchers and MPI libraries about a rank that was killed, or that called MPI_Abort."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A rank, or a process on a host, that was killed by a signal. ``rank`` -1 or ``pid`` 0: unknown."""
+
+    signal: int
+    rank: int = -1
+    pid: int = 0
+    host: str = ""
+
+    def text(self, ranks: Mapping[int, int]) -> str:
+        """Return a description, given the ranks by PID.
+
+        >>> Killed(9, pid=7, host="n4").text({7: 1})
+        'rank 1 on n4 was killed by signal 9'
+        """
+        rank = ranks.get(self.pid, self.rank)
+        who = f"rank {rank}" if rank >= 0 else f"process {self.pid}"
+        return f"{who}{f' on {self.host}' if self.host else ''} was killed by signal {self.signal}"
+
+
+# Open MPI 4 and 5; Intel MPI; MPICH, which names the process only; Slurm; horovodrun with Gloo.
+_OPEN_MPI = re.compile(r"process rank (\d+) with PID (\d+) on node (\S+)\s+exited on\s+signal (\d+)")
+_INTEL = re.compile(r"RANK (\d+) PID (\d+) RUNNING AT (\S+)\s+=\s+KILLED BY SIGNAL: (\d+)")
+_MPICH = re.compile(r"=\s+PID (\d+) RUNNING AT (\S+).*EXIT STRING: [^(]*\(signal (\d+)\)", re.DOTALL)
+_SLURM = re.compile(r"srun: error: (\S+): tasks? (\d+)[\d,-]*: (Killed|Segmentation fault|Bus error|Aborted)")
+_GLOO = re.compile(r"Process name: (\d+)\s+Exit code: -?(\d+)")
+_SIGNALS = {"Killed": 9, "Segmentation fault": 11, "Bus error": 7, "Aborted": 6}
+
+_ABORTED = (
+    re.compile(r"MPI_ABORT was invoked on rank (\d+) in communicator[\s\S]*?[Ee]rrorcode:? (-?\d+)"),
+    re.compile(r"application called MPI_Abort\(MPI_COMM_WORLD, (?P<code>-?\d+)\) - process (?P<rank>\d+)"),
+)
+
+
+def killed_rank(text: str) -> Killed | None:
+    """Return which rank was killed, from messages of the launcher; None: they name none.
+
+    >>> killed_rank("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
+    Killed(signal=9, rank=1, pid=7, host='n4')
+    """
+    if found := _OPEN_MPI.search(text) or _INTEL.search(text):
+        return Killed(int(found[4]), int(found[1]), int(found[2]), found[3])
+    if found := _MPICH.search(text):
+        return Killed(int(found[3]), pid=int(found[1]), host=found[2])
+    if found := _SLURM.search(text):
+        return Killed(_SIGNALS[found[3]], int(found[2]), host=found[1])
+    if (found := _GLOO.search(text)) and int(found[2]) > 1:
+        number = int(found[2])
+        return Killed(number - 128 if number > 128 else number, int(found[1]))
+    return None
+
+
+def aborted_rank(text: str) -> tuple[int, int] | None:
+    """Return the rank that called MPI_Abort, and its error code; None: the text names none.
+
+    >>> aborted_rank("Abort(5) on node 1: application called MPI_Abort(MPI_COMM_WORLD, 5) - process 1")
+    (1, 5)
+    """
+    for pattern in _ABORTED:
+        if found := pattern.search(text):
+            named = found.groupdict() or {"rank": found[1], "code": found[2]}
+            return int(named["rank"]), int(named["code"])
+    return None

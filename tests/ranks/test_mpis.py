@@ -1,0 +1,183 @@
+"""Jobs on the MPI libraries that sites have: Open MPI 4 and 5, MPICH 4 and 5, and Intel MPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from support.cluster import cluster
+from support.launching import PROGRAMS, TIMEOUT_S, cli, environment, results, write_job
+from support.mpis import NAMES, each, programs_of
+from support.reference import joint_batch_weights
+from support.running import Running
+from support.waiting import wait_until
+
+from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
+
+pytestmark = pytest.mark.ranks
+OTHERS = tuple(name for name in NAMES if name != "openmpi4")
+
+
+@pytest.fixture
+def programs(mpi):
+    return programs_of(mpi)
+
+
+def job(folder, task="Noted", **sections):
+    """A job of PyTorch with loader processes, which takes a few seconds."""
+    launch = {"num_ranks": 2, "launcher": "mpirun", "grace_s": 10, **sections.pop("launch", {})}
+    return write_job(
+        folder / "job.yaml",
+        task=f"{PROGRAMS / 'tasks.py'}:{task}",
+        task_args={"notes": str(folder), "pause_s": 0.02},
+        run_dir=str(folder / "runs"),
+        train={"epochs": 6, "batch_size_per_rank": 4},
+        optimizer={"name": "adam"},
+        checkpoint={"every_steps": 5, "keep_last": 100},
+        launch=launch,
+        **sections,
+    )
+
+
+def weights(folder):
+    """The state of the last checkpoint of a job, as bytes."""
+    content = read_checkpoint(list_checkpoints(folder / "runs" / "test" / "checkpoints")[0].path)
+    return {
+        f"{part}.{name}": bytes(blob.data)
+        for part in ("model", "optimizer")
+        for name, blob in content.arrays[part].items()
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The state of a job that ends undisturbed, on the MPI library of all other tests."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    cli("run", str(job(folder)), cwd=folder)
+    return weights(folder)
+
+
+@each(OTHERS)
+def test_a_killed_rank_is_named_and_the_resumed_job_is_bit_for_bit_the_undisturbed_one(
+    tmp_path, mpi, programs, undisturbed
+):
+    path = job(tmp_path)
+    running = Running(tmp_path, path, 2, programs=programs)
+    addresses = {
+        connection.laddr.ip
+        for process in running.all
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    wait_until(lambda: list_checkpoints(tmp_path / "runs" / "test" / "checkpoints"))
+    running.ranks[1].kill()
+    code, output = running.end()
+    cli("run", str(path), cwd=tmp_path, programs=programs)
+
+    assert code == 1
+    assert "rank 1 on " in output
+    assert " was killed by signal 9, before it could say why" in output
+    assert addresses <= {"127.0.0.1", "::1"}
+    assert weights(tmp_path) == undisturbed
+
+
+@each(OTHERS)
+def test_a_preempted_job_is_saved_and_ends_with_75(tmp_path, mpi, programs):
+    running = Running(tmp_path, job(tmp_path), 2, programs=programs)
+
+    running.process.send_signal(signal.SIGTERM)
+    code, output = running.end()
+
+    assert code == 75, output
+    assert "everything is saved at step" in output
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with cluster(tmp_path_factory.mktemp("cluster"), ("node1", "node2")) as made:
+        yield made
+
+
+@each(OTHERS)
+def test_two_hosts_train_and_nothing_is_left_on_them(tmp_path, hosts, mpi, programs, undisturbed):
+    launch = {"hosts": ["node1:1", "node2:1"], "num_ranks": None, "ssh": hosts.ssh}
+    path = job(tmp_path, launch=launch)
+
+    first = Running(tmp_path, path, 2, through=hosts.command, programs=programs)
+    first.process.terminate()
+    code, output = first.end()
+    done = hosts.on_login(str(programs / "horovod-train"), "run", str(path), cwd=tmp_path)
+
+    assert code == 75, output
+    assert done.returncode == 0, done.stderr
+    assert weights(tmp_path) == undisturbed
+    assert hosts.leftovers(within_s=10) == []
+
+
+@each(OTHERS)
+def test_mpi_abort_is_reported_with_its_rank_and_code(tmp_path, mpi, programs):
+    done = cli("run", str(job(tmp_path, "Aborting")), cwd=tmp_path, check=False, programs=programs)
+
+    assert done.returncode == 1
+    assert "rank 1 called MPI_Abort with error code 5" in done.stderr
+
+
+@pytest.mark.campaign
+@each(OTHERS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_train_as_one_process_with_the_joint_batch(tmp_path, mpi, programs, num_ranks):
+    from programs.cases import CASES
+
+    started_by_hand(programs, num_ranks, "batch_equality.py", str(tmp_path))
+    found = results(tmp_path)
+
+    assert len(found) == num_ranks
+    for case in CASES:
+        expected, _ = joint_batch_weights(case, num_ranks)
+        for rank in found:
+            error = max(
+                abs(w - e) for w, e in zip(rank[case.name]["weights"], expected.tolist(), strict=True)
+            )
+            assert error <= case.tolerance, case.name
+
+
+def started_by_hand(programs: Path, num_ranks: int, program: str, *arguments: str) -> None:
+    """Run one of ``tests/programs`` under the mpirun of an environment, as a person would."""
+    version = subprocess.run(
+        [str(programs / "mpirun"), "--version"],
+        env=environment(programs=programs),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    is_open_mpi = "Open MPI" in version.stdout
+    command = [
+        str(programs / "mpirun"), *(["--allow-run-as-root"] if is_open_mpi and os.geteuid() == 0 else []),
+        "-np", str(num_ranks), str(programs / "python"), str(PROGRAMS / program), *arguments,
+    ]  # fmt: skip
+    extra = {"I_MPI_ROOT": str(programs.parent), "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    done = subprocess.run(
+        command,
+        env=environment(programs=programs, **extra),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+@each(OTHERS)
+def test_the_engine_uses_it_and_mpi4py_too(mpi, programs, tmp_path):
+    done = cli("engine", "check", cwd=tmp_path, programs=programs)
+
+    record = next(programs.parent.glob("lib/python*/site-packages/horovod/horovod_train_mpi.json"))
+    document = json.loads(record.read_text())
+    assert f"{document['name']} {document['version']}" == NAMES[mpi]
+    assert f"\nok   mpi            {NAMES[mpi]} (" in done.stdout
+    assert [line[:2] for line in done.stdout.splitlines() if "mpi4py" in line] == ["ok"]
