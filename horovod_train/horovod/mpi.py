@@ -92,14 +92,24 @@ class Mpi:
         found = {"MPI4PY_LIBMPI": str(self.library)}  # otherwise, mpi4py loads the first one that it finds
         if not SYSTEM_FOLDERS.fullmatch(str(self.programs)):
             found["PATH"] = _prepended(self.programs, environ.get("PATH", os.defpath))
-        if self.is_in_this_environment:
-            if self.name == "Open MPI":  # the wheel contains the paths of the machine that built it
-                found["OPAL_PREFIX"] = str(self.programs.parent)
-        elif not SYSTEM_FOLDERS.fullmatch(str(self.library.parent)):
-            found["LD_LIBRARY_PATH"] = _prepended(self.library.parent, environ.get("LD_LIBRARY_PATH", ""))
+        folders = [] if self.is_in_this_environment else [self.library.parent]
+        if self.is_in_this_environment and self.name == "Open MPI":
+            # The wheel contains the paths of the machine that built it.
+            found["OPAL_PREFIX"] = str(self.programs.parent)
         if self.name == "Intel MPI":
             found["I_MPI_ROOT"] = environ.get("I_MPI_ROOT") or str(self.programs.parent)
+            folders = [self.library.parent, *self._libfabric()]  # loaded by name, and not linked
+        paths = environ.get("LD_LIBRARY_PATH", "")
+        for folder in reversed(folders):
+            if not SYSTEM_FOLDERS.fullmatch(str(folder)):
+                found["LD_LIBRARY_PATH"] = paths = _prepended(folder, paths)
         return found
+
+    def _libfabric(self) -> list[Path]:
+        """Return the folder of the libfabric that Intel MPI comes with, of oneAPI or of its wheel."""
+        root = self.programs.parent
+        places = [root / "opt" / "mpi" / "libfabric" / "lib", root / "libfabric" / "lib", root / "lib"]
+        return [place for place in places if (place / "libfabric.so.1").exists()][:1]
 
 
 def _prepended(folder: Path, paths: str) -> str:

@@ -18,6 +18,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from signal import SIGVTALRM
 
 from horovod_train.horovod.environment import on_loopback
 from horovod_train.horovod.mpi import Mpi
@@ -42,7 +43,8 @@ def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
         *("-n", str(request.num_ranks)),
         *(() if is_intel else ("-bind-to", "none")),
     ]
-    env = {"I_MPI_PIN": "0"} if is_intel else {}
+    # SIGVTALRM instead of SIGKILL for the other ranks, to tell them from the one that was killed first.
+    env = {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": str(int(SIGVTALRM))} if is_intel else {}
     files: dict[Path, str] = {}
     if request.is_remote and hosts is not None:
         if is_intel:

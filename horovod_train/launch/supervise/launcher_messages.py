@@ -1,10 +1,11 @@
-"""Messages of launchers and MPI libraries about a rank that was killed, or that called MPI_Abort."""
+"""Messages of launchers and MPI libraries about ranks that were killed, or that MPI has ended."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from signal import SIGVTALRM
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,48 @@ _ABORTED = (
 )
 
 
+# Begins of messages with which MPI libraries end a rank.
+_FATAL = re.compile(
+    r"MPI_ABORT was invoked|Abort\(-?\d+\) on node|Fatal error in |\*\*\* An error occurred in MPI_"
+    r"|It looks like MPI_INIT failed|No components were able to be opened|PML add procs failed"
+)
+MAX_LINES = 10
+
+
+class MpiErrors:
+    """Collects the messages with which an MPI library has ended a rank, from the lines of ranks and launcher.
+
+    Attributes:
+        rank: Rank of the first message; None: the launcher wrote it, or there is none.
+    """
+
+    def __init__(self) -> None:
+        self.rank: int | None = None
+        self._lines: list[str] = []
+        self._is_begun = False
+
+    def add(self, rank: int | None, text: str) -> None:
+        """Process one line."""
+        if not self._is_begun and _FATAL.search(text):
+            self._is_begun, self.rank = True, rank
+        if self._is_begun and rank == self.rank and len(self._lines) < MAX_LINES and text.strip("-\0 "):
+            self._lines.append(text.rstrip())
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines)
+
+
 def killed_rank(text: str) -> Killed | None:
     """Return which rank was killed, from messages of the launcher; None: they name none.
+
+    Ranks that Intel MPI has ended with SIGVTALRM (``launch/mpi/hydra.py``) are not meant.
 
     >>> killed_rank("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
     Killed(signal=9, rank=1, pid=7, host='n4')
     """
-    if found := _OPEN_MPI.search(text) or _INTEL.search(text):
-        return Killed(int(found[4]), int(found[1]), int(found[2]), found[3])
+    for each in (*_OPEN_MPI.finditer(text), *_INTEL.finditer(text)):
+        if int(each[4]) != SIGVTALRM:
+            return Killed(int(each[4]), int(each[1]), int(each[2]), each[3])
     if found := _MPICH.search(text):
         return Killed(int(found[3]), pid=int(found[1]), host=found[2])
     if found := _SLURM.search(text):

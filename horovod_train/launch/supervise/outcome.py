@@ -28,7 +28,7 @@ from horovod_train.events.types import (
 from horovod_train.events.wire import Line
 from horovod_train.launch.supervise.follow import CHATTER, Follower
 from horovod_train.launch.supervise.frozen_ranks import Frozen
-from horovod_train.launch.supervise.launcher_messages import Killed, aborted_rank, killed_rank
+from horovod_train.launch.supervise.launcher_messages import Killed, MpiErrors, aborted_rank, killed_rank
 from horovod_train.launch.supervise.stalls import Stalls
 from horovod_train.system.signals import DRAIN_SIGNALS, exit_code_of
 
@@ -80,15 +80,14 @@ class Outcome(Follower):
         self._causes: list[tuple[int, Failure]] = []
         self._consequences: list[tuple[int, Failure]] = []
         self._killed: Killed | None = None
-        self._aborted: tuple[int, int] | None = None
+        self._mpi_errors = MpiErrors()
         self._last_words: deque[str] = deque(maxlen=NUM_LAST_LINES)
 
     def handle(self, line: Line) -> None:
         """Process one line of output."""
         match line.event:
             case None:
-                if "bort" in line.text and not self._aborted:
-                    self._aborted = aborted_rank(line.text)
+                self._mpi_errors.add(line.rank, line.text)
                 if line.is_launchers and line.text.strip() and not CHATTER.search(line.text):
                     self._parse_launcher_line(line.text)
             case Started():
@@ -105,9 +104,7 @@ class Outcome(Follower):
     def _parse_launcher_line(self, text: str) -> None:
         # Used only if no rank has reported a cause, because launchers repeat the errors of ranks at length.
         self._last_words.append(text)
-        words = "\n".join(self._last_words)
-        self._killed = self._killed or killed_rank(words)
-        self._aborted = self._aborted or aborted_rank(words)
+        self._killed = self._killed or killed_rank("\n".join(self._last_words))
 
     def check(self, ended: Ended) -> None:
         """Return if the job succeeded; otherwise, raise one error with the cause.
@@ -207,13 +204,6 @@ class Outcome(Follower):
             )
             error.cause = NcclError.cause
             return error
-        if self._aborted is not None:
-            rank, error_code = self._aborted
-            return self._lost(
-                f"rank {rank} called MPI_Abort with error code {error_code}{noticed}",
-                f"the lines before it have the reason: rank-{rank}.log next to {self._log_name}",
-                ranks=[rank],
-            )
         if self._killed is not None:
             text = self._killed.text(ended.ranks)
             return self._lost(
@@ -221,6 +211,8 @@ class Outcome(Follower):
                 f"out of memory (see dmesg), or killed by a user; see {self._log_name}",
                 ranks=[int(number) for number in re.findall(r"^rank (\d+)", text)],
             )
+        if words := str(self._mpi_errors):
+            return self._explain_mpi(words, noticed)
         last = "\n".join(f"    {line}" for line in self._last_words)
         was_killed = "a rank was killed, or the machine ran out of memory"
         # If no rank has started, and the launcher has printed messages, these contain the reason.
@@ -229,6 +221,24 @@ class Outcome(Follower):
             f"the launcher ended with code {code} and no rank said why{noticed}"
             + (f"; its last words:\n{last}" if last else ""),
             f"{was_killed if self._has_started or noticed or not last else no_ranks}; see {self._log_name}",
+        )
+
+    def _explain_mpi(self, words: str, noticed: str) -> LostError:
+        """Return the error for messages with which the MPI library has ended a rank."""
+        if (found := aborted_rank(words)) is not None:
+            rank, error_code = found
+            return self._lost(
+                f"rank {rank} called MPI_Abort with error code {error_code}{noticed}",
+                f"rank-{rank}.log next to {self._log_name} may have the reason",
+                ranks=[rank],
+            )
+        of_rank = self._mpi_errors.rank
+        who = "the ranks" if of_rank is None else f"rank {of_rank}"
+        lines = "\n".join(f"    {line}" for line in words.splitlines())
+        return self._lost(
+            f"MPI has ended {who}{noticed}; its message:\n{lines}",
+            f"`horovod-train doctor` tests MPI between the hosts; see {self._log_name}",
+            ranks=[] if of_rank is None else [of_rank],
         )
 
     @property
