@@ -150,5 +150,8 @@ def how_to_start(started: Started, environ: Mapping[str, str]) -> str:
             f"in a Slurm allocation, call `horovod-train run JOB -n {count} --launcher slurm-allocation`, "
             "without srun"
         )
-    own = "" if mpi is None else f", or `{mpi.programs}/mpirun -np {count} horovod-train worker JOB`"
-    return f"start the ranks with `horovod-train run JOB -n {count}`{own}"
+    own = "horovodrun" if mpi is None or mpi.manager == "orte" else f"{mpi.programs}/mpirun"
+    return (
+        f"start the ranks with `horovod-train run JOB -n {count}`, or "
+        f"`{own} -np {count} horovod-train worker JOB`"
+    )

@@ -9,9 +9,12 @@ from horovod_train.checks.host_facts import HostFacts
 GOOD = HostFacts(
     python="/p/bin/python",
     prefix="/p",
-    has_mpi=False,
+    mpi="Open MPI 4.1.8",
+    mpi_programs="/p/bin",
+    mpi_environment={},
     path="/bin",
     cores=8,
+    has_fabric=False,
     reads_memory=True,
     addresses={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
     ssh_address="10.0.0.1",

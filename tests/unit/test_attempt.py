@@ -164,7 +164,7 @@ class TestAGoodEnd:
         ]
         assert found["stage"] == "700"
         assert found["files"].pop("rank") == "700"
-        assert found["files"].pop("orted") == "700"
+        assert found["files"].pop("daemon") == "700"
         assert found["files"]["environment"] == found["files"]["job.json"] == "600"
         assert any(name.startswith("alive-0-") for name in found["files"])
         assert found["job"]["launch"]["num_ranks"] == 2

@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 
 from horovod_train.horovod import build
+from horovod_train.horovod.mpi import Mpi, find_mpi
 
 ROOT = Path(__file__).parents[2]
 GB = 10**9
+
+
+MPI = Mpi("MPICH", "5.0.2", Path("/mpi/bin"), Path("/mpi/lib/libmpi.so.12"), "libmpi.so.12")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +39,9 @@ def test_there_are_as_many_compilers_as_cores_and_gigabytes(monkeypatch, cores, 
     monkeypatch.setenv("CMAKE_BUILD_PARALLEL_LEVEL", named)
     monkeypatch.setenv("MAKEFLAGS", "")  # as make sets it for its commands
 
-    environment = build.build_environment(build.make_plan(without_cuda=True), build.Path("/nowhere"))
+    environment = build.build_environment(
+        build.make_plan(MPI, without_cuda=True), MPI, build.Path("/nowhere")
+    )
 
     assert environment["MAKEFLAGS"] == f"-j{compilers}"
 
@@ -45,7 +51,9 @@ def test_a_build_for_cpus_does_not_see_the_variables_of_cuda(monkeypatch):
     for name in variables:
         monkeypatch.setenv(name, "/broken")
 
-    environment = build.build_environment(build.make_plan(without_cuda=True), build.Path("/nowhere"))
+    environment = build.build_environment(
+        build.make_plan(MPI, without_cuda=True), MPI, build.Path("/nowhere")
+    )
 
     assert environment.keys().isdisjoint(variables)
     assert environment["HOME"]
@@ -64,7 +72,7 @@ def test_the_image_builds_the_engine_from_the_files_of_its_layer(tmp_path):
         copied.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copied)
 
-    planned = "from horovod_train.horovod import build, cuda; print(build.__file__, build.make_plan())"
+    planned = "from horovod_train.horovod import build, cuda; print(build.__file__, build.make_plan(None))"
     done = subprocess.run(
         [sys.executable, "-c", planned],
         cwd=tmp_path,
@@ -83,7 +91,13 @@ def test_the_image_calls_the_build_with_its_parameters():
     (code,) = re.findall(r"python -c '(from horovod_train\.horovod\.build .*?)'", dockerfile, re.DOTALL)
 
     calls = [node for node in ast.walk(ast.parse(code.replace("\\\n", ""))) if isinstance(node, ast.Call)]
-    assert {call.func.id for call in calls} == {"build", "install", "make_plan"}
+    functions = {
+        "build": build.build,
+        "install": build.install,
+        "make_plan": build.make_plan,
+        "find_mpi": find_mpi,
+    }
+    assert {call.func.id for call in calls} == functions.keys()
     for call in calls:
-        signature = inspect.signature(getattr(build, call.func.id))
+        signature = inspect.signature(functions[call.func.id])
         signature.bind(*call.args, **{keyword.arg: keyword.value for keyword in call.keywords})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -147,9 +148,9 @@ def test_a_compiler_that_fails_is_used_nowhere_and_refused_where_a_gpu_is(monkey
 
     if has_gpu:
         with pytest.raises(EngineError, match=r"nvcc cannot compile:\nunsupported"):
-            build.make_plan(report=said.append)
+            build.make_plan(None, report=said.append)
     else:
-        assert not build.make_plan(report=said.append).cuda
+        assert not build.make_plan(None, report=said.append).cuda
         assert "built without GPU support, because this machine has no GPU and" in said[0]
 
 
@@ -248,16 +249,16 @@ def test_a_gpu_without_a_compiler_ends_the_build_with_what_to_install(monkeypatc
     monkeypatch.setattr(build, "gpu_architectures", lambda: {"90"})
 
     with pytest.raises(EngineError, match=r"a CUDA 13\.0 toolkit with its compiler was not found") as raised:
-        build.make_plan()
+        build.make_plan(None)
 
     assert "pip install 'cuda-toolkit[nvcc,cudart,cccl]==13.0.3.0'" in raised.value.hint
-    assert not build.make_plan(without_cuda=True).cuda
+    assert not build.make_plan(None, without_cuda=True).cuda
 
 
 def test_without_a_gpu_and_a_compiler_the_engine_is_for_cpus(monkeypatch):
     monkeypatch.setattr(build, "torch_build", lambda: TORCH)
 
-    assert not build.make_plan().cuda
+    assert not build.make_plan(None).cuda
 
 
 def test_patches_are_those_of_the_engine_also_where_there_is_no_compiler(monkeypatch, tmp_path):
@@ -278,7 +279,7 @@ def test_of_cuda_12_there_is_no_compiler_on_pypi(monkeypatch):
         monkeypatch.setattr(module, "torch_build", lambda: old)
         monkeypatch.setattr(module, "gpu_architectures", lambda: {"90"})
 
-    for call in (build.make_plan, cuda.missing_requirement):
+    for call in (partial(build.make_plan, None), cuda.missing_requirement):
         with pytest.raises(EngineError) as raised:
             call()
         assert "install NVIDIA's CUDA toolkit 12.6 and set HOROVOD_CUDA_HOME" in raised.value.hint

@@ -678,7 +678,7 @@ class TestHostGroup:
             "run",
             str(tmp_path),
             python=sys.executable,
-            prefix=sys.prefix,
+            mpi_programs="/mpi/bin",
             folder=tmp_path,
             program=program,
             variables={"PYTHONPATH": str(tmp_path)},
@@ -833,7 +833,13 @@ class TestSecrets:
         job = Job(name="j", task="digits", launch=Launch(secrets={"A": "env:TOKEN"}))
 
         files = stage_files(
-            job, "r", "/stage", python="/py", prefix="/", folder=tmp_path, variables={"A": "it's $HOME"}
+            job,
+            "r",
+            "/stage",
+            python="/py",
+            mpi_programs="/mpi/bin",
+            folder=tmp_path,
+            variables={"A": "it's $HOME"},
         )
 
         holders = [name for name, content in files.items() if "it" in content and "$HOME" in content]

@@ -26,6 +26,7 @@ from horovod_train.errors import KeyUsedError, LaunchError, LostError, Preempted
 from horovod_train.events.types import Notice, Progress, Resumed, Targets
 from horovod_train.events.wire import Reporter, lines_of_ranks, parse_line, to_line
 from horovod_train.horovod import environment
+from horovod_train.horovod.mpi import Mpi
 from horovod_train.launch.base import JobStatus, LaunchPlan
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_group import HostGroup
@@ -33,6 +34,7 @@ from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.interfaces import Chosen
 from horovod_train.launch.hosts.secrets import Mask, too_short_to_hide
 from horovod_train.launch.jobs import StateFile, find_job, jobs_dir, known_jobs
+from horovod_train.launch.mpi import start
 from horovod_train.launch.submit import make_plan, resolve, run_job, submit_job, submit_once, submitted
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.preflight import check_clocks, check_reach, choose_interfaces
@@ -49,7 +51,15 @@ def request_for(tmp_path, **sections):
 def text_of(tmp_path, **sections):
     text = make_plan(request_for(tmp_path, **sections)).as_text()
     path = text.partition("PATH=")[2].partition(" \\\n")[0]
-    return text.replace(path, "<PATH>").replace(str(BIN), "<BIN>").replace(str(tmp_path), "<RUNS>")
+    return (
+        text.replace(path, "<PATH>")
+        .replace(f"{BIN}/horovodrun", "<BIN>/horovodrun")
+        .replace(f"{BIN}/mpirun", "<BIN>/mpirun")
+        .replace(str(tmp_path), "<RUNS>")
+    )
+
+
+OPEN_MPI_4 = Mpi("Open MPI", "4.1.8", BIN, BIN / "python", "libmpi.so.40", ("pmix",))
 
 
 def put_out_by_mpirun(texts, choice):
@@ -70,6 +80,7 @@ class TestPlan:
     @pytest.fixture(autouse=True)
     def engine(self, monkeypatch):
         monkeypatch.setattr(environment, "loopback_library", lambda: Path("/engine/loopback.so"))
+        monkeypatch.setattr(start, "installed_mpi", lambda: OPEN_MPI_4)
         monkeypatch.delenv("LD_PRELOAD", raising=False)
 
     def test_two_ranks_on_this_machine(self, tmp_path):
@@ -77,8 +88,9 @@ class TestPlan:
 
         assert first.startswith("# writes <RUNS>/j/run-1/job.json (")
         assert rest == (
-            "LD_PRELOAD=/engine/loopback.so \\\n  OMPI_MCA_mpi_yield_when_idle=1 \\\n"
-            "  OMPI_MCA_oob_tcp_if_include=lo \\\n  PATH=<PATH> \\\n"
+            f"LD_PRELOAD=/engine/loopback.so \\\n  MPI4PY_LIBMPI={OPEN_MPI_4.library} \\\n"
+            "  OMPI_MCA_mpi_yield_when_idle=1 \\\n  OMPI_MCA_oob_tcp_if_include=lo \\\n"
+            f"  OPAL_PREFIX={BIN.parent} \\\n  PATH=<PATH> \\\n"
             "  <BIN>/horovodrun --mpi -np 2 -H localhost:2 --disable-cache /tmp/horovod_train-j-run-1/rank"
         )
 
@@ -110,7 +122,7 @@ class TestPlan:
         monkeypatch.setattr(environment, "loopback_library", lambda: library and Path(library))
         environ = {} if preloaded is None else {"LD_PRELOAD": preloaded}
 
-        assert environment.open_mpi_on_loopback(environ).get("LD_PRELOAD") == expected
+        assert environment.on_loopback(environ).get("LD_PRELOAD") == expected
 
     def test_open_mpi_wants_an_ssh_though_it_calls_nobody(self, tmp_path, monkeypatch):
         monkeypatch.setattr(environment, "which", {"true": "/bin/true"}.get)
@@ -157,7 +169,7 @@ class TestPlan:
         plan = make_plan(request)
 
         assert plan.env["OMPI_MCA_plm_rsh_agent"] == f"ssh -F {request.log_dir}/ssh_config"
-        assert plan.env["OMPI_MCA_orte_launch_agent"] == f"{request.stage}/orted"
+        assert plan.env["OMPI_MCA_orte_launch_agent"] == f"{request.stage}/daemon orted"
 
     def test_slurm_gets_a_batch_script(self, tmp_path):
         slurm = {"options": {"partition": "gpu", "comment": "two words"}, "setup": ["module load cuda"]}

@@ -102,9 +102,7 @@ def run_attempt(
             hosts.watch(launch.host_timeout_s, control.abort_lost_host)
             marked = {**environ, RUN_VARIABLE: request.stage}
             code = execute(plan, marked, follow.output.handle, keep={guard, *hosts.pids})
-            ranks = hosts.ranks_by_pid() if code else {}
-            if code and not control.has_killed_ranks and (host := hosts.silent(launch.host_timeout_s)):
-                control.lost = (host, "it is silent")
+            ranks = control.find_reason(launch.host_timeout_s) if code else {}
     try:
         follow.outcome.check(Ended(code, control.stopper.received, control.lost, control.frozen, ranks))
     except LostError as error:

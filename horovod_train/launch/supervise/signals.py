@@ -201,6 +201,12 @@ class RunControl:
         """Whether the ranks were ended because of a lost host or frozen ranks."""
         return self.lost is not None or bool(self.frozen)
 
+    def find_reason(self, timeout_s: float) -> dict[int, int]:
+        """After a failure, look for a host that does not respond; return the ranks by PID."""
+        if not self.has_killed_ranks and (host := self._hosts.silent(timeout_s)):
+            self.lost = (host, "it is silent")
+        return self._hosts.ranks_by_pid()
+
     def abort_lost_host(self, host: str, why: str) -> None:
         """End the ranks because a host has stopped responding. Thread-safe."""
         self.lost = self.lost or (host, why)
