@@ -122,10 +122,10 @@ train: tools $(VENV)/installed $(VENV)/engine
 # What tests of hosts, of Slurm, of the image, of metrics and of the page need besides Python; they are skipped
 # without.
 servers:
-	@command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] || { echo "error: needs root on Debian or Ubuntu: install iproute2 openssh-server slurm-wlm munge buildah debootstrap prometheus chromium libaio-dev by hand"; exit 2; }
+	@command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] || { echo "error: needs root on Debian or Ubuntu: install iproute2 openssh-server slurm-wlm munge buildah debootstrap prometheus chromium libaio-dev libpmix-dev by hand"; exit 2; }
 	@for program in ip sshd slurmctld slurmd munged buildah debootstrap prometheus promtool chromium; do PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
-	[ -e /usr/include/libaio.h ] || missing=1; \
-	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge buildah debootstrap prometheus chromium libaio-dev >/dev/null; }
+	[ -e /usr/include/libaio.h ] && ls /usr/lib/*/pmix2/lib/libpmix.so >/dev/null 2>&1 || missing=1; \
+	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge buildah debootstrap prometheus chromium libaio-dev libpmix-dev >/dev/null; }
 
 test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest -n 2 --matrix=docs/frameworks.md

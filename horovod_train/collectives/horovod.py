@@ -26,6 +26,7 @@ from horovod_train.errors import EngineError, HorovodTrainError, PeerError, Worl
 from horovod_train.horovod.counters import allreduce_counters, gpu_allreduce_counters
 from horovod_train.horovod.environment import horovod_settings
 from horovod_train.horovod.launched import refuse_other_launchers, require_world, started_as_one_of_many
+from horovod_train.system.signals import PREEMPTION_SIGNALS, kept
 
 Result = TypeVar("Result")
 Array = npt.NDArray[np.generic]
@@ -58,7 +59,8 @@ class HorovodCommunicator:
             ) from error
         self.lost: tuple[type[Exception], ...] = (exceptions.HorovodInternalError,)
         try:
-            self.hvd.init()
+            with kept(PREEMPTION_SIGNALS):
+                self.hvd.init()
         except (RuntimeError, ValueError) as error:
             raise EngineError(
                 f"Horovod cannot start: {error}", hint="run `horovod-train engine check` on this host"

@@ -67,6 +67,10 @@ class Slurm(Section):
     setup: list[OneLine] = []
     """Shell commands at the start of the batch script, such as ``module load cuda``."""
 
+    mpi: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
+    """How ranks of the MPI controller start: mpirun; srun, with an interface that Slurm and the MPI library
+    support; an interface of ``srun --mpi=list``, such as pmix; auto: mpirun if the MPI library has one."""
+
 
 class Elastic(Section):
     """Continue with fewer ranks when hosts are lost, and with more when hosts return.

@@ -2,22 +2,19 @@
 
     python -m horovod_train.horovod.rendezvous HOST:RANKS,... INTERFACE srun --label ... PROGRAM
 
-As horovodrun does, it serves the rendezvous while the command runs, and tags each line of output with its
-rank. The ranks derive their numbers from Slurm's variables (``environment.from_slurm``).
+As horovodrun does, it serves the rendezvous while the command runs. The ranks derive their numbers from
+Slurm's variables (``environment.from_slurm``).
 """
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 
 import psutil
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.http.http_server import RendezvousServer
-
-_LABEL = re.compile(r"\s*(\d+): ?")
 
 
 def main(placed: str, interface: str, command: list[str]) -> int:
@@ -35,14 +32,7 @@ def main(placed: str, interface: str, command: list[str]) -> int:
         "HOROVOD_TRAIN_PLACEMENT": placed,
     }
     try:
-        with subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, errors="replace"
-        ) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                sys.stdout.write(_LABEL.sub(r"[\1]<stdout>:", line, count=1))
-                sys.stdout.flush()
-        return process.returncode
+        return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
     finally:
         server.stop()
 

@@ -18,7 +18,9 @@ they are ignored at the start, as set by `nohup` and by shells that start a prog
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from threading import current_thread, main_thread
 from typing import Literal
 
 DRAIN_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -51,6 +53,24 @@ SENT_TO_END: Mapping[Literal["drain", "stop", "kill"], tuple[signal.Signals, ...
 
 SIGCONT is required because a stopped process (Ctrl-Z) handles signals only after it continues.
 """
+
+
+@contextmanager
+def kept(numbers: Collection[int]) -> Iterator[None]:
+    """Keep signals and their Python handlers from a library that initializes during the block.
+
+    Its threads do not receive the signals, which would interrupt their system calls. Handlers that it
+    installs are replaced: MPICH takes SIGUSR1 as the failure of a process, and then fails under Slurm.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        if current_thread() is main_thread():  # only it may set handlers
+            for number in numbers:
+                if (handler := signal.getsignal(number)) is not None:
+                    signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def exit_code_of(number: int) -> int:

@@ -8,6 +8,7 @@ import time
 import pytest
 from support.cluster import cluster
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, mostly, write_job
+from support.mpis import programs_of
 from support.service import SUBMIT, Service
 from support.slurm import slurm_on
 
@@ -41,9 +42,10 @@ def still_there(slurm):
 def ask(slurm, tmp_path):
     """Call horovod-train on the login host; returns its output and exit code."""
 
-    def call(*arguments, check=True):
+    def call(*arguments, check=True, programs=BIN):
         variables = {**slurm.variables, "XDG_STATE_HOME": str(tmp_path / "state")}
-        done = slurm.cluster.on_login(str(BIN / "horovod-train"), *arguments, cwd=tmp_path, env=variables)
+        command = [str(programs / "horovod-train"), *arguments]
+        done = slurm.cluster.on_login(*command, cwd=tmp_path, env=variables)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 
@@ -90,6 +92,34 @@ def test_a_job_trains_on_two_nodes_while_run_follows_it(tmp_path, ask, controlle
     assert "2 ranks" in done.stdout
     assert "trained test: 1 epochs" in done.stdout
     assert "succeeded" in done.stdout
+
+
+STARTS = [
+    ("openmpi4", "mpirun"), ("openmpi4", "srun"), ("openmpi5", "mpirun"), ("openmpi5", "srun"),
+    ("mpich4", "mpirun"), ("mpich4", "srun"), ("mpich5", "mpirun"), ("mpich5", "srun"),
+    ("intel", "mpirun"), ("intel", "srun"),
+]  # fmt: skip
+IN_EACH_RUN = [("openmpi5", "srun"), ("mpich5", "srun")]
+
+
+@pytest.mark.parametrize(
+    ("mpi", "start"),
+    [pytest.param(*case, marks=() if case in IN_EACH_RUN else pytest.mark.campaign) for case in STARTS],
+)
+def test_each_mpi_library_starts_its_ranks_by_mpirun_and_by_srun_alone(tmp_path, ask, mpi, start):
+    programs = programs_of(mpi)
+    torch = {"task": f"{PROGRAMS / 'tasks.py'}:Noted", "task_args": {"notes": str(tmp_path), "pause_s": 0.05}}
+    train = {"epochs": 500, "batch_size_per_rank": 4}
+    path = job(tmp_path, "mpi", slurm={"mpi": start}, train=train, **torch)
+
+    job_id = ask("submit", str(path), programs=programs).stdout.strip()
+    wait_for_ranks(tmp_path)
+    ask("drain", job_id, programs=programs)
+    done = ask("wait", job_id, check=False, programs=programs)
+
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert "everything is saved at step" in ask("status", job_id, check=False, programs=programs).stdout
+    assert {int(file.stem.split("-")[1]) for file in tmp_path.glob("rank-*.txt")} == {0, 1}
 
 
 @mostly("gloo")

@@ -1,6 +1,6 @@
 """Launcher that starts ranks on the nodes of this process's Slurm allocation (``sbatch`` or ``salloc``).
 
-controller: mpi     mpirun, which starts its daemons through Slurm
+controller: mpi     mpirun, which starts its daemons through Slurm, or srun --mpi (launch.slurm.mpi)
 controller: gloo    srun, with a Slurm task for each rank
 """
 
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Mapping
 
 from horovod_train.errors import LaunchError, PreemptedError
+from horovod_train.horovod.mpi import Mpi
 from horovod_train.horovod.toolchain import programs_path
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
@@ -21,7 +23,8 @@ from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.launchers.horovodrun import find_program
 from horovod_train.launch.launchers.slurm import call_slurm
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
-from horovod_train.launch.mpi.start import mpi_of_engine, start_of
+from horovod_train.launch.mpi import srun
+from horovod_train.launch.mpi.start import Start, mpi_of_engine, start_of, with_environment
 
 
 class SlurmAllocationLauncher(SupervisedLauncher):
@@ -58,7 +61,7 @@ class SlurmAllocationLauncher(SupervisedLauncher):
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan."""
         if request.job.launch.controller == "mpi":
-            start = start_of(mpi_of_engine(), request, None)
+            start = start_in_allocation(mpi_of_engine(), request)
             return LaunchPlan((*start.argv, request.rank_command), start.env, start.files, tag=start.tag)
         placed = [f"{host.name}:{host.num_ranks}" for host in request.hosts]
         return LaunchPlan(
@@ -68,6 +71,7 @@ class SlurmAllocationLauncher(SupervisedLauncher):
                 *(f"--ntasks={request.num_ranks}", f"--nodes={len(placed)}", request.rank_command),
             ),
             {"PATH": programs_path()},
+            tag=srun.TAG,
         )
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
@@ -80,6 +84,15 @@ class SlurmAllocationLauncher(SupervisedLauncher):
             if is_out_of_time and request.job.launch.slurm.requeue and "SLURM_JOB_ID" in os.environ:
                 _put_back(os.environ["SLURM_JOB_ID"], StateFile(request.log_dir), error)
             raise
+
+
+def start_in_allocation(mpi: Mpi, request: LaunchRequest) -> Start:
+    """Return the start of ranks of the MPI controller, by mpirun or by srun (``launch.slurm.mpi``)."""
+    wanted = request.job.launch.slurm.mpi
+    has_mpirun = shutil.which("mpirun", path=str(mpi.programs)) is not None
+    if wanted == "mpirun" or (wanted == "auto" and has_mpirun):
+        return start_of(mpi, request, None)
+    return with_environment(mpi, srun.start(mpi, request))
 
 
 def _put_back(number: str, state: StateFile, error: PreemptedError) -> None:

@@ -46,7 +46,9 @@ def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
     # SIGVTALRM instead of SIGKILL for the other ranks, to tell them from the one that was killed first.
     env = {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": str(int(SIGVTALRM))} if is_intel else {}
     files: dict[Path, str] = {}
-    if request.is_remote and hosts is not None:
+    if hosts is None:
+        return Start(argv, env)
+    if request.is_remote:
         if is_intel:
             machines = request.log_dir / "machinefile"
             files[machines] = "".join(f"{host.name}:{host.num_ranks}\n" for host in hosts)
@@ -59,7 +61,7 @@ def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
         bootstrap = "bootstrap" if is_intel else "launcher"
         argv += [f"-{bootstrap}", "ssh", f"-{bootstrap}-exec", str(ssh)]
         argv += ["-iface", request.own_interface] if request.own_interface else []
-    elif hosts is not None:
+    else:
         preload = on_loopback(os.environ)
         env |= preload
         argv += ["-iface", "lo"]  # without hosts, which are this one

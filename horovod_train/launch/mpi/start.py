@@ -69,9 +69,25 @@ def start_of(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> 
         LaunchError: The program of the process manager is not installed.
     """
     manager: ProcessManager = PROCESS_MANAGERS.load(mpi.manager)
-    start = manager(mpi, request, hosts)
+    return with_environment(mpi, manager(mpi, request, hosts))
+
+
+def with_environment(mpi: Mpi, start: Start) -> Start:
+    """Return a start with the variables that the MPI library needs."""
     environment = mpi.environment({**os.environ, "PATH": programs_path()})
     return replace(start, env={"PATH": programs_path(), **environment, **start.env})
+
+
+def program_on_path(name: str) -> str:
+    """Return the path of a program of this system.
+
+    Raises:
+        LaunchError: It is not installed.
+    """
+    found = shutil.which(name)
+    if found is None:
+        raise LaunchError(f"{name} is not installed here", hint="call this on a node of the cluster")
+    return found
 
 
 def program_of(mpi: Mpi, *names: str) -> str:
