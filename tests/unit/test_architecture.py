@@ -88,7 +88,7 @@ ROOMS = {
     | {"config", "events", "checks", "launch.hosts"}
     | {"launch.base", "launch.jobs", "launch.console"},
     "launch.launchers": BASICS
-    | {"config", "events", "horovod.toolchain"}
+    | {"config", "events", "horovod.mpi", "horovod.toolchain"}
     | {"launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.mpi", "launch.supervise"},
     "launch.submit": BASICS
     | {"config", "events", "horovod.mpi"}
