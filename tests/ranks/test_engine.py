@@ -18,6 +18,7 @@ from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, on_hor
 
 from horovod_train.errors import EngineError
 from horovod_train.horovod import build, patches, toolchain
+from horovod_train.horovod.mpi import find_mpi
 
 pytestmark = pytest.mark.ranks
 SITE = Path(build.__file__).parents[2]
@@ -119,10 +120,10 @@ def test_a_second_build_takes_the_wheel_from_the_cache(tmp_path):
 
 
 def test_any_changed_version_is_another_cache_entry():
-    plan = build.make_plan()
+    plan = build.make_plan(find_mpi(BIN.parent))
     keys = {plan.key}
     for field, value in {
-        "mpi": "5.0",
+        "mpi": "libmpi.so.12",
         "frameworks": {"torch": "2.14"},
         "patches": {},
         "python": "cp313",
@@ -141,7 +142,7 @@ def test_a_missing_compiler_is_named_with_its_package(monkeypatch):
 
 def test_the_wheel_is_small_and_works_in_another_environment(tmp_path):
     """The libraries look for MPI and torch relative to themselves, not where they were built."""
-    wheel = next((build.cache_dir() / build.make_plan().key).glob("*.whl"))
+    wheel = next((build.cache_dir() / build.make_plan(find_mpi(BIN.parent)).key).glob("*.whl"))
     other = tmp_path / "other"
     venv.create(other, with_pip=False, symlinks=True)
     here, there = site_packages(), site_packages(str(other / "bin" / "python"))

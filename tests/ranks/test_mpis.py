@@ -86,6 +86,7 @@ def test_a_killed_rank_is_named_and_the_resumed_job_is_bit_for_bit_the_undisturb
     assert weights(tmp_path) == undisturbed
 
 
+@pytest.mark.campaign
 @each(OTHERS)
 def test_a_preempted_job_is_saved_and_ends_with_75(tmp_path, mpi, programs):
     running = Running(tmp_path, job(tmp_path), 2, programs=programs)
@@ -119,7 +120,7 @@ def test_two_hosts_train_and_nothing_is_left_on_them(tmp_path, hosts, mpi, progr
     assert hosts.leftovers(within_s=10) == []
 
 
-@each(OTHERS)
+@each(OTHERS, in_each_run=("mpich5",))
 def test_mpi_abort_is_reported_with_its_rank_and_code(tmp_path, mpi, programs):
     done = cli("run", str(job(tmp_path, "Aborting")), cwd=tmp_path, check=False, programs=programs)
 
@@ -172,6 +173,7 @@ def started_by_hand(programs: Path, num_ranks: int, program: str, *arguments: st
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
 
 
+@pytest.mark.campaign
 @each(OTHERS)
 def test_the_engine_uses_it_and_mpi4py_too(mpi, programs, tmp_path):
     done = cli("engine", "check", cwd=tmp_path, programs=programs)
@@ -202,7 +204,7 @@ def wrong_start(name):
         "run in mpirun": ([*mpirun, *run], "mpirun", "`run` starts the ranks itself"),
         "run in horovodrun": (
             [str(own / "horovodrun"), "-np", "2", *run],
-            "horovodrun",
+            "mpirun",
             "`run` starts the ranks itself",
         ),
     }[name]
