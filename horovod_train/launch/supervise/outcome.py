@@ -33,6 +33,8 @@ from horovod_train.launch.supervise.stalls import Stalls
 from horovod_train.system.signals import DRAIN_SIGNALS, exit_code_of
 
 NUM_LAST_LINES = 20
+KILLED_CODES = {1, 9, 137, 143, 255}
+"""Exit codes of launchers after a rank was killed."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,8 @@ class Outcome(Follower):
             return self._explain_mpi(words, noticed)
         last = "\n".join(f"    {line}" for line in self._last_words)
         was_killed = "a rank was killed, or the machine ran out of memory"
+        if code not in KILLED_CODES:  # Hydra may lose the last lines of a rank that calls MPI_Abort
+            was_killed = f"a rank exited with code {code}, or called MPI_Abort with it"
         # If no rank has started, and the launcher has printed messages, these contain the reason.
         no_ranks = "no rank had begun to train; `horovod-train doctor` checks the launcher and the hosts"
         return self._lost(
