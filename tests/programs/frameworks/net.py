@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from horovod_train.horovod.launched import number_of
-
 NUM_SAMPLES = 50  # not divisible by any global batch used: the last batch of an epoch is short
 NUM_EVAL_SAMPLES = 23
 BATCH_SIZE = 4
-RANK = number_of(os.environ, "rank", alone=0)
+# Without the product, which is not installed where a saved model is loaded.
+RANK = int(
+    next((os.environ[name] for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ), "0")
+)
 SHAPES = {"w1": (6, 16), "b1": (16,), "w2": (16, 3), "b2": (3,)}
 
 
