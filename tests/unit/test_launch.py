@@ -694,6 +694,28 @@ class TestOutcome:
             run.end(137)
         assert list(caught.value.lost_ranks) == [1]
 
+    def test_a_rank_that_the_launcher_names_is_not_mistaken_for_one_with_its_pid_elsewhere(self, run):
+        run.handle("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
+
+        with pytest.raises(LaunchError, match="rank 1 on n4 was killed"):
+            run.end(137, ranks={7: 3})
+
+    def test_a_process_that_the_launcher_names_is_known_by_its_rank(self, run):
+        run.handle("=   PID 7 RUNNING AT n4")
+        run.handle("=   EXIT CODE: 9")
+        run.handle("YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)")
+
+        with pytest.raises(LaunchError, match="rank 3 on n4 was killed by signal 9") as caught:
+            run.end(9, ranks={7: 3})
+        assert list(caught.value.lost_ranks) == [3]
+
+    def test_an_error_of_mpi_is_shown_in_its_words(self, run):
+        run.say(1, "Fatal error in data.csv", "Fatal error in internal_Test: Other MPI error, error stack:")
+
+        with pytest.raises(LaunchError, match="MPI has ended rank 1(.|\n)*Other MPI error") as caught:
+            run.end(143)
+        assert "data.csv" not in caught.value.message
+
     def test_a_silent_end_shows_the_launchers_last_words(self, run):
         run.handle("mpirun: something unheard of")
 

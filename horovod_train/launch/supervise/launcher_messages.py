@@ -18,12 +18,12 @@ class Killed:
     host: str = ""
 
     def text(self, ranks: Mapping[int, int]) -> str:
-        """Return a description, given the ranks by PID.
+        """Return a description; ``ranks``: ranks by PID, for a launcher that does not name the rank.
 
         >>> Killed(9, pid=7, host="n4").text({7: 1})
         'rank 1 on n4 was killed by signal 9'
         """
-        rank = ranks.get(self.pid, self.rank)
+        rank = self.rank if self.rank >= 0 else ranks.get(self.pid, -1)
         who = f"rank {rank}" if rank >= 0 else f"process {self.pid}"
         return f"{who}{f' on {self.host}' if self.host else ''} was killed by signal {self.signal}"
 
@@ -41,11 +41,11 @@ _ABORTED = (
     re.compile(r"application called MPI_Abort\(MPI_COMM_WORLD, (?P<code>-?\d+)\) - process (?P<rank>\d+)"),
 )
 
-
 # Begins of messages with which MPI libraries end a rank.
 _FATAL = re.compile(
-    r"MPI_ABORT was invoked|Abort\(-?\d+\) on node|Fatal error in |\*\*\* An error occurred in MPI_"
-    r"|It looks like MPI_INIT failed|No components were able to be opened|PML add procs failed"
+    r"MPI_ABORT was invoked|Abort\(-?\d+\) on node|Fatal error in (?:P?MPI_|internal_)"
+    r"|\*\*\* An error occurred in MPI_|It looks like MPI_INIT failed|No components were able to be opened"
+    r"|PML add procs failed"
 )
 MAX_LINES = 10
 
