@@ -114,9 +114,11 @@ def refuse_other_launchers(environ: Mapping[str, str]) -> None:
         fits = is_open_mpi
     elif started.program == "srun":
         fits = any(name in environ for name in _PMI)
+    elif started.program.startswith("torchrun"):
+        fits = False
     else:  # Slurm's interfaces set PMI_RANK as Hydra does
         fits = not is_open_mpi or "PMIX_RANK" in environ or "SLURM_PROCID" in environ
-    if not fits or started.program.startswith("torchrun"):
+    if not fits:
         raise UserError(
             f"{started}, and the engine uses {mpi}: each process would train alone",
             hint=how_to_start(started, environ),
@@ -150,7 +152,7 @@ def how_to_start(started: Started, environ: Mapping[str, str]) -> str:
             f"in a Slurm allocation, call `horovod-train run JOB -n {count} --launcher slurm-allocation`, "
             "without srun"
         )
-    own = "horovodrun" if mpi is None or mpi.manager == "orte" else f"{mpi.programs}/mpirun"
+    own = "horovodrun" if mpi is None or mpi.is_for_horovodrun else f"{mpi.programs}/mpirun"
     return (
         f"start the ranks with `horovod-train run JOB -n {count}`, or "
         f"`{own} -np {count} horovod-train worker JOB`"

@@ -83,6 +83,11 @@ class Mpi:
         return {"Spectrum MPI": "orte", "Cray MPICH": "pals"}.get(self.name, "hydra")
 
     @property
+    def is_for_horovodrun(self) -> bool:
+        """Whether horovodrun can start ranks with this MPI library."""
+        return self.manager == "orte"
+
+    @property
     def is_in_this_environment(self) -> bool:
         """Whether the library was installed in this Python environment, from a wheel."""
         return self.library.is_relative_to(sys.prefix)

@@ -66,7 +66,7 @@ def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
 def automatic_launcher(controller: str) -> str:
     """Return the launcher of several ranks: horovodrun, unless it does not support the MPI library."""
     mpi = installed_mpi() if controller == "mpi" else None
-    return "horovodrun" if mpi is None or mpi.manager == "orte" else "mpirun"
+    return "horovodrun" if mpi is None or mpi.is_for_horovodrun else "mpirun"
 
 
 def _absolute(folder: str | None) -> str | None:

@@ -10,6 +10,7 @@ from http.client import HTTPException
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.checkpoints import arrays, newest
 from support.launching import (
     PROGRAMS,
     TIMEOUT_S,
@@ -22,7 +23,7 @@ from support.launching import (
 )
 from support.pools import CONTROLLERS
 
-from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
+from horovod_train.checkpoint.store import read_manifest
 
 RANKS, BATCH_SIZE, NUM_SAMPLES, EPOCHS, LR = 2, 4, 50, 3, 0.01
 # 25 samples per rank and epoch: rank 1 goes in its second epoch.
@@ -57,19 +58,6 @@ def job(folder, name, framework, controller, kill_after=0, **train):
         checkpoint={"every_steps": 3, "every_epochs": None, "keep_last": 100},
         launch={"num_ranks": RANKS, "controller": controller},
     )
-
-
-def newest(folder, name):
-    return list_checkpoints(folder / "runs" / name / "checkpoints")[0].path
-
-
-def arrays(path):
-    content = read_checkpoint(path)
-    return {
-        f"{part}.{name}": bytes(blob.data)
-        for part in ("model", "optimizer")
-        for name, blob in content.arrays[part].items()
-    }
 
 
 def watched_run(path, folder, name, env):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.checkpoints import arrays, newest
 from support.cluster import cluster
 from support.launching import PROGRAMS, TIMEOUT_S, cli, environment, results, write_job
 from support.mpis import NAMES, each, programs_of
@@ -18,7 +19,7 @@ from support.reference import joint_batch_weights
 from support.running import Running
 from support.waiting import wait_until
 
-from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
+from horovod_train.checkpoint.store import list_checkpoints
 
 pytestmark = pytest.mark.ranks
 OTHERS = tuple(name for name in NAMES if name != "openmpi4")
@@ -45,22 +46,12 @@ def job(folder, task="Noted", **sections):
     )
 
 
-def weights(folder):
-    """The state of the last checkpoint of a job, as bytes."""
-    content = read_checkpoint(list_checkpoints(folder / "runs" / "test" / "checkpoints")[0].path)
-    return {
-        f"{part}.{name}": bytes(blob.data)
-        for part in ("model", "optimizer")
-        for name, blob in content.arrays[part].items()
-    }
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The state of a job that ends undisturbed, on the MPI library of all other tests."""
     folder = tmp_path_factory.mktemp("undisturbed")
     cli("run", str(job(folder)), cwd=folder)
-    return weights(folder)
+    return arrays(newest(folder, "test"))
 
 
 @each(OTHERS)
@@ -84,7 +75,7 @@ def test_a_killed_rank_is_named_and_the_resumed_job_is_bit_for_bit_the_undisturb
     assert "rank 1 on " in output
     assert " was killed by signal 9, before it could say why" in output
     assert addresses <= {"127.0.0.1", "::1"}
-    assert weights(tmp_path) == undisturbed
+    assert arrays(newest(tmp_path, "test")) == undisturbed
 
 
 @pytest.mark.campaign
@@ -117,7 +108,7 @@ def test_two_hosts_train_and_nothing_is_left_on_them(tmp_path, hosts, mpi, progr
 
     assert code == 75, output
     assert done.returncode == 0, done.stderr
-    assert weights(tmp_path) == undisturbed
+    assert arrays(newest(tmp_path, "test")) == undisturbed
     assert hosts.leftovers(within_s=10) == []
 
 

@@ -10,6 +10,7 @@ import subprocess
 import time
 
 import pytest
+from support.checkpoints import arrays, newest
 from support.launching import (
     BIN,
     PROGRAMS,
@@ -25,7 +26,7 @@ from support.launching import (
 from support.matrix import COLUMNS
 from support.running import Running, launched
 
-from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
+from horovod_train.checkpoint.store import list_checkpoints
 
 pytestmark = pytest.mark.ranks
 LAUNCHES = {
@@ -74,19 +75,6 @@ def job(folder, name, launch, pause_s, framework="numpy", num_workers=1):
     )
 
 
-def newest(folder, name):
-    return list_checkpoints(folder / "runs" / name / "checkpoints")[0].path
-
-
-def state(folder, name):
-    content = read_checkpoint(newest(folder, name))
-    return {
-        f"{part}.{name}": bytes(blob.data)
-        for part in ("model", "optimizer")
-        for name, blob in content.arrays[part].items()
-    }
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The weights of a job that nobody has asked to leave, by framework and number of ranks."""
@@ -97,7 +85,7 @@ def undisturbed(tmp_path_factory):
         name = f"{framework.replace(' ', '-')}-{num_ranks}"
         launch = LAUNCHES["mpirun" if num_ranks > 1 else "alone"]
         cli("run", str(job(folder, name, launch, 0.0, framework, num_workers=0)), cwd=folder)
-        return state(folder, name)
+        return arrays(newest(folder, name))
 
     return train
 
@@ -121,7 +109,7 @@ def test_a_run_that_is_asked_to_leave_loses_nothing(tmp_path, undisturbed, frame
     assert "everything is saved at step" in output
     assert saved == 1
     assert "resumed from" in again.stdout
-    assert state(tmp_path, "j") == undisturbed(framework, num_ranks)
+    assert arrays(newest(tmp_path, "j")) == undisturbed(framework, num_ranks)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -247,7 +235,7 @@ def test_in_every_framework(tmp_path, framework):
 
     assert process.returncode == 75, output
     assert "resumed from" in again.stdout
-    assert state(tmp_path, "asked") == state(tmp_path, "undisturbed")
+    assert arrays(newest(tmp_path, "asked")) == arrays(newest(tmp_path, "undisturbed"))
 
 
 def test_a_launch_typed_by_hand_leaves_with_75_too(tmp_path):

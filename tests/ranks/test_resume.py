@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.checkpoints import arrays, newest
 from support.launching import PROGRAMS, cli, write_job
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
@@ -45,19 +46,6 @@ def job(
         launch={"num_ranks": ranks, "controller": controller},
     )
     return path, notes
-
-
-def newest(folder: Path, name: str) -> Path:
-    return list_checkpoints(folder / "runs" / name / "checkpoints")[0].path
-
-
-def arrays(path: Path):
-    content = read_checkpoint(path)
-    return {
-        f"{part}.{name}": bytes(blob.data)
-        for part in ("model", "optimizer")
-        for name, blob in content.arrays[part].items()
-    }
 
 
 def notes_by_call(notes: Path) -> list[list[list[int]]]:

@@ -126,11 +126,11 @@ class HostActions:
         """
         now_s = time.monotonic()
         found = []
-        self.rank_pids()  # before files of ranks that have ended are removed
         for file in self.stage.glob("alive-*"):
             # If one file cannot be read or removed, the other ranks are still checked.
             with suppress(OSError, ValueError, psutil.Error):
                 rank, pid = map(int, file.name.split("-")[1:])
+                self._rank_pids.add((rank, pid))
                 if not is_alive(pid):
                     file.unlink()  # the PID may be reused later
                     continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 
@@ -12,7 +11,7 @@ from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import as_argument
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
 from horovod_train.launch.mpi.orte import environment
-from horovod_train.launch.mpi.start import mpi_of_engine
+from horovod_train.launch.mpi.start import environment_of, mpi_of_engine
 
 
 class HorovodrunLauncher(SupervisedLauncher):
@@ -42,12 +41,12 @@ class HorovodrunLauncher(SupervisedLauncher):
         env = {"PATH": programs_path()}
         if launch.controller == "mpi":
             mpi = mpi_of_engine()
-            if mpi.manager != "orte":
+            if not mpi.is_for_horovodrun:
                 raise LaunchError(
                     f"horovodrun starts ranks with Open MPI 4 only, and the engine uses {mpi}",
                     hint="leave launch.launcher out, or use launch.launcher: mpirun",
                 )
-            env |= mpi.environment({**os.environ, **env}) | environment(request)
+            env |= environment_of(mpi) | environment(request)
         if request.is_remote:
             env["HOROVOD_SSH"] = shlex.join(request.ssh)
         return LaunchPlan((*argv, request.rank_command), env, request.files_for_ssh)

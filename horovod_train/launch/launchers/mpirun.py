@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
@@ -22,10 +24,5 @@ class MpirunLauncher(SupervisedLauncher):
                 "the launcher 'mpirun' starts ranks for the MPI controller only",
                 hint="use launch.launcher: horovodrun with launch.controller: gloo",
             )
-        start = start_of(mpi_of_engine(), request, request.hosts)
-        return LaunchPlan(
-            (*start.argv, request.rank_command),
-            start.env,
-            {**request.files_for_ssh, **start.files},
-            tag=start.tag,
-        )
+        plan = start_of(mpi_of_engine(), request, request.hosts).plan(request)
+        return replace(plan, files={**request.files_for_ssh, **plan.files})

@@ -24,7 +24,7 @@ from horovod_train.launch.launchers.horovodrun import find_program
 from horovod_train.launch.launchers.slurm import call_slurm
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
 from horovod_train.launch.mpi import srun
-from horovod_train.launch.mpi.start import Start, mpi_of_engine, start_of, with_environment
+from horovod_train.launch.mpi.start import LABEL, Start, mpi_of_engine, start_of, with_environment
 
 
 class SlurmAllocationLauncher(SupervisedLauncher):
@@ -61,8 +61,7 @@ class SlurmAllocationLauncher(SupervisedLauncher):
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan."""
         if request.job.launch.controller == "mpi":
-            start = start_in_allocation(mpi_of_engine(), request)
-            return LaunchPlan((*start.argv, request.rank_command), start.env, start.files, tag=start.tag)
+            return start_in_allocation(mpi_of_engine(), request).plan(request)
         placed = [f"{host.name}:{host.num_ranks}" for host in request.hosts]
         return LaunchPlan(
             (
@@ -71,7 +70,7 @@ class SlurmAllocationLauncher(SupervisedLauncher):
                 *(f"--ntasks={request.num_ranks}", f"--nodes={len(placed)}", request.rank_command),
             ),
             {"PATH": programs_path()},
-            tag=srun.TAG,
+            tag=LABEL,
         )
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:

@@ -18,9 +18,7 @@ from collections.abc import Sequence
 from horovod_train.horovod.mpi import Mpi
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.mpi.start import Start, program_on_path
-
-TAG = r"\s*(\d+): ?"
+from horovod_train.launch.mpi.start import LABEL, Start, program_on_path
 
 
 def start(_: Mpi, request: LaunchRequest, _hosts: Sequence[Host] | None) -> Start:
@@ -30,4 +28,4 @@ def start(_: Mpi, request: LaunchRequest, _hosts: Sequence[Host] | None) -> Star
         *(program_on_path("jsrun"), "--nrs", str(request.num_ranks), "--tasks_per_rs", "1"),
         *("--rs_per_host", str(per_host), "--bind", "none", "--stdio_mode", "prepended"),
     ]
-    return Start(argv, tag=TAG)
+    return Start(argv, tag=LABEL)

@@ -41,8 +41,8 @@ def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
 def transport(mpi: Mpi) -> tuple[str, ...]:
     """Return the options that select a transport.
 
-    Open MPI's wheel supports TCP only. An MPI library of the site chooses by its fabric, except for openib,
-    which is superseded by UCX and is not safe with threads.
+    With Open MPI's wheel, messages use TCP, as with horovodrun. An MPI library of the site chooses by its
+    fabric, except for openib, which is superseded by UCX and is not safe with threads.
     """
     wheel = ("-mca", "pml", "ob1") if mpi.is_in_this_environment else ()
     return (*wheel, "-mca", "btl", "^openib")

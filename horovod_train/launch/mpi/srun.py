@@ -20,9 +20,8 @@ import subprocess
 from horovod_train.errors import LaunchError, UnansweredError
 from horovod_train.horovod.mpi import Mpi
 from horovod_train.launch.base import LaunchRequest
-from horovod_train.launch.mpi.start import Start, program_on_path
+from horovod_train.launch.mpi.start import LABEL, Start, program_on_path
 
-TAG = r"\s*(\d+): ?"
 TIMEOUT_S = 30.0
 AUTOMATIC = {"auto", "srun"}
 """Values of ``launch.slurm.mpi`` for which the interface is chosen here."""
@@ -40,7 +39,7 @@ def start(mpi: Mpi, request: LaunchRequest) -> Start:
         *(program_on_path("srun"), f"--mpi={interface}", "--label", "--kill-on-bad-exit=1"),
         *(f"--ntasks={request.num_ranks}", f"--nodes={len(request.hosts)}", "--cpu-bind=none"),
     ]
-    return Start(argv, tag=TAG)
+    return Start(argv, tag=LABEL)
 
 
 def choose(mpi: Mpi, plugins: list[str]) -> str:

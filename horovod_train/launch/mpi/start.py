@@ -19,7 +19,7 @@ from pathlib import Path
 from horovod_train.errors import LaunchError
 from horovod_train.horovod.mpi import Mpi, installed_mpi
 from horovod_train.horovod.toolchain import programs_path
-from horovod_train.launch.base import LaunchRequest
+from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.registry import PROCESS_MANAGERS
 
@@ -43,6 +43,13 @@ class Start:
     files: Mapping[Path, str] = field(default_factory=dict)
     tag: str = ""
 
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """Return the plan that starts the ranks of a request."""
+        return LaunchPlan((*self.argv, request.rank_command), self.env, self.files, tag=self.tag)
+
+
+LABEL = r"\s*(\d+): ?"
+"""Tag of srun and jsrun before each line of a rank: its number."""
 
 ProcessManager = Callable[[Mpi, LaunchRequest, Sequence[Host] | None], Start]
 """Function of the MPI library, the request, and the hosts (None: the batch system knows them)."""
@@ -74,8 +81,13 @@ def start_of(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> 
 
 def with_environment(mpi: Mpi, start: Start) -> Start:
     """Return a start with the variables that the MPI library needs."""
-    environment = mpi.environment({**os.environ, "PATH": programs_path()})
-    return replace(start, env={"PATH": programs_path(), **environment, **start.env})
+    return replace(start, env={**environment_of(mpi), **start.env})
+
+
+def environment_of(mpi: Mpi) -> dict[str, str]:
+    """Return the variables with which commands of this Python environment use an MPI library."""
+    path = {"PATH": programs_path()}
+    return path | mpi.environment({**os.environ, **path})
 
 
 def program_on_path(name: str) -> str:

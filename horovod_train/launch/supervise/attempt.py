@@ -102,7 +102,7 @@ def run_attempt(
             hosts.watch(launch.host_timeout_s, control.abort_lost_host)
             marked = {**environ, RUN_VARIABLE: request.stage}
             code = execute(plan, marked, follow.output.handle, keep={guard, *hosts.pids})
-            ranks = control.find_reason(launch.host_timeout_s) if code else {}
+            ranks = control.examine_hosts(launch.host_timeout_s) if code else {}
     try:
         follow.outcome.check(Ended(code, control.stopper.received, control.lost, control.frozen, ranks))
     except LostError as error:

@@ -201,8 +201,8 @@ class RunControl:
         """Whether the ranks were ended because of a lost host or frozen ranks."""
         return self.lost is not None or bool(self.frozen)
 
-    def find_reason(self, timeout_s: float) -> dict[int, int]:
-        """After a failure, look for a host that does not respond; return the ranks by PID."""
+    def examine_hosts(self, timeout_s: float) -> dict[int, int]:
+        """After a failure, record a host that does not respond; return the ranks of the others by PID."""
         if not self.has_killed_ranks and (host := self._hosts.silent(timeout_s)):
             self.lost = (host, "it is silent")
         return self._hosts.ranks_by_pid()
