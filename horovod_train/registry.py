@@ -192,6 +192,12 @@ LAUNCHERS = Registry(
         "slurm": "horovod_train.launch.launchers.slurm:SlurmLauncher",
         "mpijob": "horovod_train.launch.launchers.mpijob.launcher:MpiJobLauncher",
         "slurm-allocation": "horovod_train.launch.launchers.slurm_allocation:SlurmAllocationLauncher",
+        "pbs": "horovod_train.launch.launchers.pbs:PbsLauncher",
+        "pbs-allocation": "horovod_train.launch.launchers.pbs_allocation:PbsAllocationLauncher",
+        "gridengine": "horovod_train.launch.launchers.gridengine:GridEngineLauncher",
+        "gridengine-allocation": (
+            "horovod_train.launch.launchers.gridengine_allocation:GridEngineAllocationLauncher"
+        ),
     },
     renamed={"has_files_here": "has_local_files", "goes_on": "is_running"},
 )

@@ -57,6 +57,11 @@ class LocalJob:
         return self._job.submitted_unix_s
 
     @property
+    def asks_a_server(self) -> bool:
+        """Whether a status is the answer of another system, such as Slurm or Kubernetes."""
+        return getattr(self._launcher, "asks_a_server", True)
+
+    @property
     def has_local_files(self) -> bool:
         """Whether the run folder is on this machine."""
         return self._launcher.has_local_files

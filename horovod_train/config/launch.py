@@ -22,6 +22,9 @@ from horovod_train.config.fields import (
 )
 from horovod_train.config.kubernetes import Kubernetes
 
+QsubOption = Annotated[str, StringConstraints(pattern=r"^-[A-Za-z][^\n\r\x00]*$")]
+"""Option of qsub, with its value."""
+
 
 class Ssh(Section):
     """Options of ssh, in addition to the user's ssh configuration."""
@@ -52,7 +55,17 @@ class HostSettings(Section):
     """Environment variables for the ranks on this host."""
 
 
-class Slurm(Section):
+class Batch(Section):
+    """Settings of a batch job. ``run_dir`` must be on a shared filesystem."""
+
+    requeue: bool = True
+    """Requeue the job if it is preempted before its time limit."""
+
+    setup: list[OneLine] = []
+    """Shell commands at the start of the batch script, such as ``module load cuda``."""
+
+
+class Slurm(Batch):
     """Slurm batch job. ``run_dir`` must be on a shared filesystem."""
 
     options: dict[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")], OneLine] = {}
@@ -61,15 +74,34 @@ class Slurm(Section):
     ranks_per_node: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Ranks on each node; null: as Slurm places them."""
 
-    requeue: bool = True
-    """Requeue the job if it is preempted before its time limit."""
-
-    setup: list[OneLine] = []
-    """Shell commands at the start of the batch script, such as ``module load cuda``."""
-
     mpi: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
     """How ranks of the MPI controller start: mpirun; srun, with an interface that Slurm and the MPI library
     support; an interface of ``srun --mpi=list``, such as pmix; auto: mpirun if the MPI library has one."""
+
+
+class Pbs(Batch):
+    """PBS batch job. ``run_dir`` must be on a shared filesystem, and ssh must work between its nodes."""
+
+    options: list[QsubOption] = []
+    """Further options of qsub, such as ``-q gpu``, ``-l walltime=02:00:00`` and ``-A project``."""
+
+    ranks_per_node: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Ranks in each chunk, with chunks on different nodes; null: chunks of one rank, as PBS places them."""
+
+    chunk: Annotated[str, StringConstraints(pattern=r"^[A-Za-z][\w=.:-]*$")] | None = None
+    """Resources of each chunk, such as ``ncpus=16:ngpus=4:mem=64gb``; null: one core for each rank."""
+
+
+class GridEngine(Batch):
+    """Grid Engine batch job. ``run_dir`` must be on a shared filesystem."""
+
+    options: list[QsubOption] = []
+    """Further options of qsub, such as ``-q gpu.q``, ``-l h_rt=02:00:00`` and ``-P project``."""
+
+    parallel_environment: (
+        Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None
+    ) = None
+    """Parallel environment, one of ``qconf -spl``, which places the ranks; needed for more than one rank."""
 
 
 class Elastic(Section):
@@ -146,6 +178,12 @@ class Launch(Section):
 
     slurm: Slurm = Slurm()
     """Settings of the launcher slurm."""
+
+    pbs: Pbs = Pbs()
+    """Settings of the launcher pbs."""
+
+    gridengine: GridEngine = GridEngine()
+    """Settings of the launcher gridengine."""
 
     kubernetes: Kubernetes = Kubernetes()
     """Settings of the launcher mpijob."""

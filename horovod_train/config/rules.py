@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
+from horovod_train.config.batch_rules import BATCH_RULES
 from horovod_train.config.codecs import arguments_of
 from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.kubernetes_rules import kubernetes_rules
@@ -124,13 +125,6 @@ def elastic_is_supported(job: Job) -> Iterator[Problem]:
             "'never'",
             "would start from the beginning whenever hosts change",
             "use auto with elastic",
-        )
-    if launch.launcher.startswith("slurm"):
-        yield Problem(
-            "launch.elastic",
-            "",
-            "is not for Slurm, whose jobs keep their nodes",
-            "leave it out: launch.slurm.requeue puts the job back into the queue",
         )
 
 
@@ -381,6 +375,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     folders_are_valid,
     code_files_exist,
     *LR_RULES,
+    *BATCH_RULES,
     ranks_fit_the_hosts,
     elastic_is_supported,
     host_settings_belong_to_hosts,

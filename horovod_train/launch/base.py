@@ -42,6 +42,7 @@ class LaunchRequest:
         program: Python module and arguments of a rank; empty: the worker.
         num_wanted: Requested number of ranks, if the job may start with fewer; None: ``num_ranks``.
         is_once: The run is not started if it has been started before.
+        remote_shell: Command prefix, without the host, that runs a command on another host; empty: ssh.
     """
 
     job: Job
@@ -53,6 +54,7 @@ class LaunchRequest:
     program: tuple[str, ...] = ()
     num_wanted: int | None = None
     is_once: bool = False
+    remote_shell: tuple[str, ...] = ()
 
     @property
     def log_dir(self) -> Path:
@@ -87,8 +89,8 @@ class LaunchRequest:
 
     @property
     def ssh(self) -> tuple[str, ...]:
-        """Program and options of the ssh calls of this run."""
-        return ("ssh", "-F", str(self.ssh_config))
+        """Program and options that run a command on another host, which is appended with its arguments."""
+        return self.remote_shell or ("ssh", "-F", str(self.ssh_config))
 
     @property
     def ssh_config(self) -> Path:
@@ -210,9 +212,11 @@ class Launcher(Protocol):
 
     Attributes:
         has_local_files: Whether the run folder is on this machine.
+        asks_a_server: Whether a query of the status calls another system, such as Slurm or Kubernetes.
     """
 
     has_local_files: bool
+    asks_a_server: bool
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan that starts the ranks; has no effect.

@@ -206,6 +206,11 @@ def mark_cancelled(log_dir: Path) -> None:
         (log_dir / CANCELLED_FILE).touch()
 
 
+def was_cancelled(log_dir: Path) -> bool:
+    """Return whether a run is marked as cancelled."""
+    return (log_dir / CANCELLED_FILE).exists()
+
+
 class StateFile:
     """State of one run, in a file. Write errors are reported, and do not end the run.
 

@@ -2,10 +2,12 @@
 
     signal      to `horovod-train run`, or its batch scripts           to a rank
     SIGUSR1     request ranks to save and exit, wait without limit     save and exit, with all ranks
-    SIGUSR2     as SIGUSR1                                             (default action)
+    SIGUSR2     as SIGUSR1                                             ignored
     SIGTERM     request it, kill the remaining ranks after the grace   save and exit, with all ranks
     SIGINT      as SIGTERM                                             exit at once with code 130
     SIGHUP      as SIGTERM                                             (default action)
+
+Grid Engine sends SIGUSR2 to all processes of a job, and SIGKILL later.
 
 After one of the last three, SIGTERM or SIGINT kills all ranks at once. A second SIGHUP has no effect, because
 a closed terminal sends two.

@@ -72,7 +72,8 @@ class Cluster:
 
     def command(self, *arguments: str) -> list[str]:
         """Return a command that runs on the login host."""
-        return ["ip", "netns", "exec", self.nodes["login"].namespace, "unshare", "-u", *arguments]
+        named = ("sh", "-c", 'hostname login && exec "$0" "$@"', *arguments)
+        return ["ip", "netns", "exec", self.nodes["login"].namespace, "unshare", "-u", *named]
 
     def on_login(
         self, *arguments: str, cwd: Path, timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None

@@ -16,6 +16,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -242,6 +243,8 @@ GREETING = "horovod_train agent"
 
 def serve(stage: str, silence_s: float) -> None:
     """Perform requests from standard input; when it closes or is silent for ``silence_s``, kill the run."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # batch systems notify all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     host = HostActions(stage)
     answers = os.dup(1)
     os.dup2(2, 1)  # output of other code must not mix with the responses

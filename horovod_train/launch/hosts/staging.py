@@ -23,7 +23,7 @@ NOT_SHIPPED = {".git", ".venv", "venv", "__pycache__", "node_modules", "runs", "
 # must not shadow modules.
 _RANK = """#!/bin/sh
 # One rank of {run_id} on this host.
-trap '' USR1  # until the rank itself listens
+trap '' USR1 USR2  # until the rank itself listens
 {first_beat}cd {folder} 2>/dev/null || cd {stage} || exit 1
 set -a
 . {stage}/environment
@@ -40,6 +40,7 @@ echo "$now_s" >"{stage}/alive-$rank-$$"
 
 _DAEMON = """#!/bin/sh
 # A daemon of MPI's process manager, known as part of the run so that it does not outlive it.
+trap '' USR1 USR2  # batch systems notify all processes of a job
 set -a
 . {stage}/environment
 set +a

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 
 from horovod_train.errors import LaunchError
 from horovod_train.horovod.toolchain import programs_path
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
+from horovod_train.launch.commands import find_program
 from horovod_train.launch.hosts.hostlist import as_argument
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
 from horovod_train.launch.mpi.orte import environment
 from horovod_train.launch.mpi.start import environment_of, mpi_of_engine
+
+BUILD = "run `horovod-train engine build`, or train in one process with -n 1"
 
 
 class HorovodrunLauncher(SupervisedLauncher):
@@ -25,7 +27,7 @@ class HorovodrunLauncher(SupervisedLauncher):
         """
         launch = request.job.launch
         argv = [
-            find_program("horovodrun"),
+            find_program("horovodrun", hint=BUILD),
             f"--{launch.controller}",
             "-np",
             str(request.num_ranks),
@@ -50,18 +52,3 @@ class HorovodrunLauncher(SupervisedLauncher):
         if request.is_remote:
             env["HOROVOD_SSH"] = shlex.join(request.ssh)
         return LaunchPlan((*argv, request.rank_command), env, request.files_for_ssh)
-
-
-def find_program(name: str) -> str:
-    """Return the path of a program in this Python environment, or else on PATH.
-
-    Raises:
-        LaunchError: The program is not installed.
-    """
-    found = shutil.which(name, path=programs_path())
-    if found is None:
-        raise LaunchError(
-            f"{name} is not installed in this environment",
-            hint="run `horovod-train engine build`, or train in one process with -n 1",
-        )
-    return found

@@ -6,29 +6,27 @@ controller: gloo    srun, with a Slurm task for each rank
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Mapping
 
-from horovod_train.errors import LaunchError, PreemptedError
+from horovod_train.errors import LaunchError
 from horovod_train.horovod.mpi import Mpi
 from horovod_train.horovod.toolchain import programs_path
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
-from horovod_train.launch.console import JobConsole
+from horovod_train.launch.commands import call
 from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.jobs import StateFile
-from horovod_train.launch.launchers.horovodrun import find_program
-from horovod_train.launch.launchers.slurm import call_slurm
-from horovod_train.launch.launchers.supervised import SupervisedLauncher
+from horovod_train.launch.launchers.allocation import AllocationLauncher
+from horovod_train.launch.launchers.slurm import SlurmLauncher
 from horovod_train.launch.mpi import srun
 from horovod_train.launch.mpi.start import LABEL, Start, mpi_of_engine, start_of, with_environment
 
 
-class SlurmAllocationLauncher(SupervisedLauncher):
-    """Launcher that starts ranks in an allocation."""
+class SlurmAllocationLauncher(AllocationLauncher):
+    """Launcher that starts ranks in a Slurm allocation. Slurm sends SIGUSR1 before its time limit."""
+
+    batch = SlurmLauncher
 
     def hosts(self, environ: Mapping[str, str]) -> list[str]:
         """Return the nodes of the allocation as ``host:slots``.
@@ -37,11 +35,8 @@ class SlurmAllocationLauncher(SupervisedLauncher):
             LaunchError: This process has no allocation, or is in a step on some of its nodes.
         """
         if "SLURM_JOB_NODELIST" not in environ:
-            raise LaunchError(
-                "this process has no Slurm allocation",
-                hint="use launch.launcher: slurm to get one, or call this inside salloc or a batch script",
-            )
-        listed = call_slurm("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])
+            raise self.no_allocation()
+        listed = call("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])
         slots = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1"))
         if len(listed.split()) != len(slots):
             raise LaunchError(
@@ -66,23 +61,12 @@ class SlurmAllocationLauncher(SupervisedLauncher):
         return LaunchPlan(
             (
                 *(sys.executable, "-P", "-m", "horovod_train.horovod.rendezvous", ",".join(placed)),
-                *(request.own_interface or "-", find_program("srun"), "--label", "--kill-on-bad-exit=1"),
+                *(request.own_interface or "-", srun.program(), "--label", "--kill-on-bad-exit=1"),
                 *(f"--ntasks={request.num_ranks}", f"--nodes={len(placed)}", request.rank_command),
             ),
             {"PATH": programs_path()},
             tag=LABEL,
         )
-
-    def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
-        """Run the job, and requeue it shortly before its time limit."""
-        try:
-            return super().run(request, plan, console)
-        except PreemptedError as error:
-            # Slurm sends SIGUSR1 before the time limit (batch_script).
-            is_out_of_time = error.stopped_by == signal.SIGUSR1
-            if is_out_of_time and request.job.launch.slurm.requeue and "SLURM_JOB_ID" in os.environ:
-                _put_back(os.environ["SLURM_JOB_ID"], StateFile(request.log_dir), error)
-            raise
 
 
 def start_in_allocation(mpi: Mpi, request: LaunchRequest) -> Start:
@@ -92,17 +76,6 @@ def start_in_allocation(mpi: Mpi, request: LaunchRequest) -> Start:
     if wanted == "mpirun" or (wanted == "auto" and has_mpirun):
         return start_of(mpi, request, None)
     return with_environment(mpi, srun.start(mpi, request))
-
-
-def _put_back(number: str, state: StateFile, error: PreemptedError) -> None:
-    """Requeue this Slurm job; Slurm terminates this process shortly after."""
-    # Before the requeue, so that waiting clients see that the job has not ended.
-    state.write("waiting", message=f"time limit reached, requeued; {error.message}")
-    try:
-        call_slurm("scontrol", "requeue", number)
-    except LaunchError:
-        state.write("preempted", error.exit_code, error.message)
-        raise
 
 
 def tasks_per_node(text: str) -> list[int]:

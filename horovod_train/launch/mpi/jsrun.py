@@ -17,15 +17,16 @@ from collections.abc import Sequence
 
 from horovod_train.horovod.mpi import Mpi
 from horovod_train.launch.base import LaunchRequest
+from horovod_train.launch.commands import find_program
 from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.mpi.start import LABEL, Start, program_on_path
+from horovod_train.launch.mpi.start import LABEL, ON_A_NODE, Start
 
 
 def start(_: Mpi, request: LaunchRequest, _hosts: Sequence[Host] | None) -> Start:
     """Return a start by jsrun."""
     per_host = max(host.num_ranks for host in request.hosts)
     argv = [
-        *(program_on_path("jsrun"), "--nrs", str(request.num_ranks), "--tasks_per_rs", "1"),
+        *(find_program("jsrun", hint=ON_A_NODE), "--nrs", str(request.num_ranks), "--tasks_per_rs", "1"),
         *("--rs_per_host", str(per_host), "--bind", "none", "--stdio_mode", "prepended"),
     ]
     return Start(argv, tag=LABEL)

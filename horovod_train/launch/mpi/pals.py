@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from horovod_train.errors import LaunchError
 from horovod_train.horovod.mpi import Mpi
 from horovod_train.launch.base import LaunchRequest
+from horovod_train.launch.commands import find_program
 from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.mpi.start import Start, program_on_path
+from horovod_train.launch.mpi.start import ON_A_NODE, Start
 
 
 def start(_: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Start:
@@ -35,7 +36,7 @@ def start(_: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Start
             hint="request as many ranks on each host",
         )
     argv = [
-        *(program_on_path("mpiexec"), "--line-buffer", "-n", str(request.num_ranks)),
+        *(find_program("mpiexec", hint=ON_A_NODE), "--line-buffer", "-n", str(request.num_ranks)),
         *("--ppn", str(sizes.pop()), "--cpu-bind", "none"),
         *(("--hosts", ",".join(host.name for host in hosts)) if hosts is not None else ()),
     ]

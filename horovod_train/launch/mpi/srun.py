@@ -15,14 +15,13 @@ interface      ``--mpi``: an interface that both Slurm (``srun --mpi=list``) and
 from __future__ import annotations
 
 import re
-import subprocess
 
-from horovod_train.errors import LaunchError, UnansweredError
+from horovod_train.errors import LaunchError
 from horovod_train.horovod.mpi import Mpi
 from horovod_train.launch.base import LaunchRequest
-from horovod_train.launch.mpi.start import LABEL, Start, program_on_path
+from horovod_train.launch.commands import call, find_program
+from horovod_train.launch.mpi.start import LABEL, ON_A_NODE, Start
 
-TIMEOUT_S = 30.0
 AUTOMATIC = {"auto", "srun"}
 """Values of ``launch.slurm.mpi`` for which the interface is chosen here."""
 
@@ -36,10 +35,15 @@ def start(mpi: Mpi, request: LaunchRequest) -> Start:
     wanted = request.job.launch.slurm.mpi
     interface = choose(mpi, offered()) if wanted in AUTOMATIC else wanted
     argv = [
-        *(program_on_path("srun"), f"--mpi={interface}", "--label", "--kill-on-bad-exit=1"),
+        *(program(), f"--mpi={interface}", "--label", "--kill-on-bad-exit=1"),
         *(f"--ntasks={request.num_ranks}", f"--nodes={len(request.hosts)}", "--cpu-bind=none"),
     ]
     return Start(argv, tag=LABEL)
+
+
+def program() -> str:
+    """Return the path of srun."""
+    return find_program("srun", hint=ON_A_NODE)
 
 
 def choose(mpi: Mpi, plugins: list[str]) -> str:
@@ -64,20 +68,8 @@ def offered() -> list[str]:
     Raises:
         LaunchError: srun is not installed, does not respond, or fails.
     """
-    try:
-        done = subprocess.run(
-            [program_on_path("srun"), "--mpi=list"],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise UnansweredError(f"srun did not answer within {TIMEOUT_S:g} s") from error
-    if done.returncode:
-        raise LaunchError(f"srun --mpi=list: {done.stderr.strip()}")
-    return plugins_in(done.stdout + done.stderr)
+    # Old versions of Slurm print them to standard error.
+    return plugins_in(call(program(), "--mpi=list", hint="check slurmctld", with_errors=True))
 
 
 def plugins_in(text: str) -> list[str]:

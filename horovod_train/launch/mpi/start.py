@@ -23,6 +23,7 @@ from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.registry import PROCESS_MANAGERS
 
+ON_A_NODE = "call this on a node of the cluster"
 REBUILD = "run `horovod-train engine build`, with the module of the MPI library loaded"
 
 
@@ -88,18 +89,6 @@ def environment_of(mpi: Mpi) -> dict[str, str]:
     """Return the variables with which commands of this Python environment use an MPI library."""
     path = {"PATH": programs_path()}
     return path | mpi.environment({**os.environ, **path})
-
-
-def program_on_path(name: str) -> str:
-    """Return the path of a program of this system.
-
-    Raises:
-        LaunchError: It is not installed.
-    """
-    found = shutil.which(name)
-    if found is None:
-        raise LaunchError(f"{name} is not installed here", hint="call this on a node of the cluster")
-    return found
 
 
 def program_of(mpi: Mpi, *names: str) -> str:

@@ -24,6 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # When the launcher has exited, also by SIGKILL: kill the marked processes of the run, and remove its files.
 # A shell, because it starts fast.
 _GUARD = """
+trap '' USR1 USR2  # batch systems notify all processes of a job
 read -r _
 last=x
 for round in 1 2 3 4 5 6 7 8 9 10; do

@@ -1,0 +1,91 @@
+"""Rules for jobs of batch systems: Slurm, PBS and Grid Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import Problem
+
+BATCH_SYSTEMS = {"slurm": "Slurm", "pbs": "PBS", "gridengine": "Grid Engine"}
+"""Names of batch systems by the names of their launchers, and of their sections in ``launch``."""
+
+
+def batch_system_of(job: Job) -> str | None:
+    """Return the launcher of the job's batch system, also for its allocations; None: another launcher."""
+    name = job.launch.launcher.removesuffix("-allocation")
+    return name if name in BATCH_SYSTEMS else None
+
+
+def batch_jobs_keep_their_nodes(job: Job) -> Iterator[Problem]:
+    """Refuse elastic jobs in batch systems."""
+    name = batch_system_of(job)
+    if name is not None and job.launch.elastic is not None:
+        yield Problem(
+            "launch.elastic",
+            "",
+            f"is not for {BATCH_SYSTEMS[name]}, whose jobs keep their nodes",
+            f"leave it out: launch.{name}.requeue puts the job back into the queue",
+        )
+
+
+def batch_job_is_no_array(job: Job) -> Iterator[Problem]:
+    """Refuse options that submit a job array, whose jobs would all be the same run."""
+    launch = job.launch
+    options = {"slurm": [f"--{name}" for name in launch.slurm.options]}
+    options |= {"pbs": launch.pbs.options, "gridengine": launch.gridengine.options}
+    arrays = {"slurm": "--array", "pbs": "-J", "gridengine": "-t"}
+    for name, found in options.items():
+        for option in found:
+            if option.split()[0] == arrays[name]:
+                yield Problem(
+                    f"launch.{name}.options",
+                    repr(option),
+                    "submits a job array, and each of its jobs would be this run",
+                    f"call `horovod-train run --launcher {name}-allocation` in a batch script of yours",
+                )
+
+
+def slurm_interface_has_an_effect(job: Job) -> Iterator[Problem]:
+    """Refuse ``launch.slurm.mpi`` without MPI."""
+    launch = job.launch
+    if launch.slurm.mpi != "auto" and launch.controller != "mpi":
+        yield Problem(
+            "launch.slurm.mpi",
+            repr(launch.slurm.mpi),
+            f"has no effect with launch.controller: {launch.controller}",
+            "leave it out, or use launch.controller: mpi",
+        )
+
+
+def gridengine_places_ranks(job: Job) -> Iterator[Problem]:
+    """Require a parallel environment for several ranks, which are started by MPI."""
+    launch = job.launch
+    if batch_system_of(job) != "gridengine":
+        return
+    if (
+        launch.launcher == "gridengine"
+        and launch.most_ranks > 1
+        and not launch.gridengine.parallel_environment
+    ):
+        yield Problem(
+            "launch.gridengine.parallel_environment",
+            "null",
+            f"is needed for {launch.most_ranks} ranks",
+            "use one of the parallel environments that `qconf -spl` prints",
+        )
+    if launch.controller != "mpi":
+        yield Problem(
+            "launch.controller",
+            repr(launch.controller),
+            "is not available in Grid Engine, which starts one process on each host",
+            "use mpi",
+        )
+
+
+BATCH_RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
+    batch_jobs_keep_their_nodes,
+    batch_job_is_no_array,
+    slurm_interface_has_an_effect,
+    gridengine_places_ranks,
+)

@@ -1,0 +1,98 @@
+"""Launcher of jobs in Grid Engine (Son of Grid Engine, Open Grid Scheduler, Univa and Altair Grid Engine)."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from pathlib import Path
+
+from horovod_train.errors import LaunchError
+from horovod_train.launch.base import LaunchRequest
+from horovod_train.launch.launchers.batch import CONTINUES, SCRIPT, BatchLauncher, How, QueuedJob
+
+
+class GridEngineLauncher(BatchLauncher):
+    """Launcher that submits jobs with ``qsub`` of Grid Engine."""
+
+    name = "gridengine"
+    system = "Grid Engine"
+    id_variable = "JOB_ID"
+
+    def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
+        """Return the call of qsub."""
+        # Not exit code 99, which requeues a job: Grid Engine then waits forever for the nodes that ran tasks.
+        held = ("-hold_jid", after, "-v", f"{CONTINUES}={after}") if after else ()
+        return ("qsub", "-terse", *held, str(request.log_dir / SCRIPT))
+
+    def directives(self, request: LaunchRequest) -> list[str]:
+        """Return the options of qsub."""
+        settings = request.job.launch.gridengine
+        name, environment = request.job.name, settings.parallel_environment
+        options = [
+            f"-N {name}" if name[0].isalpha() else f"-N job-{name}",
+            "-S /bin/bash",
+            f"-o {self.script_log(request.log_dir)}",
+            "-j y",
+            # SIGUSR2, with which this package drains a job, before SIGKILL.
+            "-notify",
+            f"-r {'y' if settings.requeue else 'n'}",
+            *([f"-pe {environment} {request.num_ranks}"] if environment else []),
+            *settings.options,
+        ]
+        return [f"#$ {option}" for option in options]
+
+    def programs(self) -> Path | None:
+        """Return the folder of Grid Engine's programs, from the variables of a job."""
+        if "SGE_ROOT" not in os.environ or "ARC" not in os.environ:
+            return None
+        return Path(os.environ["SGE_ROOT"], "bin", os.environ["ARC"])
+
+    def submitted_id(self, script: Path) -> str:
+        """Return the ID of a job in the queue, by its script."""
+        for native_id in _rows(self.call("qstat", "-u", _account())):
+            if self.fields(native_id).get("script_file") == str(script):
+                return native_id
+        return ""
+
+    def query(self, native_id: str) -> QueuedJob | None:
+        """Return the state of a job."""
+        letters = _rows(self.call("qstat", "-u", "*")).get(native_id)
+        if letters is None:
+            return None
+        if "E" in letters:  # its start failed
+            reason = next(
+                iter(re.findall(r"error reason\s+\d+:\s*(.*)", self.call("qstat", "-j", native_id))), ""
+            )
+            return QueuedJob("waiting", letters, f"state {letters}: {reason or 'its start failed'}")
+        if "q" in letters:
+            return QueuedJob("waiting", letters, f"state {letters}")
+        return QueuedJob("active", letters)
+
+    def fields(self, native_id: str) -> dict[str, str]:
+        """Return the fields that ``qstat -j`` prints for a job; empty: Grid Engine does not know the job."""
+        try:
+            printed = self.call("qstat", "-j", native_id)
+        except LaunchError as error:
+            if "do not exist" in error.message:
+                return {}
+            raise
+        return dict(re.findall(r"^([a-z_ ]+):\s+(.*?)\s*$", printed, re.MULTILINE))
+
+    def end(self, native_id: str, how: How, *, is_waiting: bool) -> None:
+        """End a job with qdel, which sends SIGUSR2, and SIGKILL after the notify time of the queue."""
+        self.call("qdel", native_id)
+
+
+def _account() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+def _rows(printed: str) -> dict[str, str]:
+    r"""Return the states of jobs by job ID, from the output of qstat.
+
+    >>> _rows(" 7 0.5 train root r 11/28/2026 03:44:01 all.q@node1 2\n 8 0.0 train root qw 11/28/2026 ...\n")
+    {'7': 'r', '8': 'qw'}
+    """
+    rows = (line.split() for line in printed.splitlines())
+    return {row[0]: row[4] for row in rows if len(row) > 4 and row[0].isdecimal()}

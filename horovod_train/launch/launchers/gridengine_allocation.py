@@ -1,0 +1,101 @@
+"""Launcher that starts ranks on the hosts of this process's Grid Engine job.
+
+Hosts are reached by ``qrsh -inherit``: once for the agent of the host, and once for the daemon of the MPI
+library's process manager.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from horovod_train.errors import LaunchError
+from horovod_train.launch.base import LaunchPlan, LaunchRequest
+from horovod_train.launch.hosts.hostlist import Host, merge_repeated_hosts
+from horovod_train.launch.launchers.allocation import AllocationLauncher
+from horovod_train.launch.launchers.gridengine import GridEngineLauncher
+from horovod_train.launch.mpi.start import mpi_of_engine, start_of
+
+
+class GridEngineAllocationLauncher(AllocationLauncher):
+    """Launcher that starts ranks in a Grid Engine job."""
+
+    batch = GridEngineLauncher
+
+    def hosts(self, environ: Mapping[str, str]) -> list[str]:
+        """Return the hosts of the job as ``host:slots``, from the file in ``PE_HOSTFILE``."""
+        if "JOB_ID" not in environ or "SGE_ROOT" not in environ:
+            raise self.no_allocation()
+        if "PE_HOSTFILE" not in environ:  # a job without a parallel environment has one slot
+            return [f"{socket.gethostname()}:1"]
+        lines = Path(environ["PE_HOSTFILE"]).read_text(encoding="utf-8").splitlines()
+        return merge_repeated_hosts([":".join(line.split()[:2]) for line in lines if line.strip()])
+
+    def shell(self, request: LaunchRequest, host: Host) -> list[str]:
+        """Return the command prefix that runs a command on a host of the job."""
+        return ["/bin/sh", "-c", _unnotified(_qrsh()), "sh", host.name]
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """Return the plan.
+
+        Raises:
+            LaunchError: The job requests the Gloo controller.
+        """
+        if request.job.launch.controller != "mpi":
+            raise LaunchError(
+                "the launcher 'gridengine-allocation' starts ranks for the MPI controller only",
+                hint="use launch.controller: mpi",
+            )
+        qrsh = request.log_dir / "qrsh"
+        request = replace(request, remote_shell=(str(qrsh),))
+        plan = start_of(mpi_of_engine(), request, request.hosts).plan(request)
+        return replace(
+            plan,
+            argv=("/bin/sh", "-c", _unnotified(""), "sh", *plan.argv),
+            files={**plan.files, qrsh: f"#!/bin/sh\n{_unnotified(_qrsh())}\n"},
+        )
+
+    def time_limit_s(self, native_id: str) -> float | None:
+        """Return ``h_rt`` of the job or of its queue, whichever is less."""
+        batch = GridEngineLauncher()
+        requested = re.findall(r"\bh_rt=([^,\s]+)", batch.fields(native_id).get("hard resource_list", ""))
+        queue = os.environ.get("QUEUE", "")
+        of_queue = (
+            re.findall(r"^h_rt\s+([^,\s]+)", batch.call("qconf", "-sq", queue), re.MULTILINE) if queue else []
+        )
+        limit_s = min(map(seconds, [*requested, *of_queue]), default=math.inf)
+        return None if math.isinf(limit_s) else limit_s
+
+
+def seconds(time: str) -> float:
+    """Return a time of Grid Engine or PBS in seconds.
+
+    >>> seconds("1:30:00"), seconds("90"), seconds("INFINITY")
+    (5400.0, 90.0, inf)
+    """
+    if not re.fullmatch(r"[\d:.]+", time):
+        return math.inf
+    total_s = 0.0
+    for part in time.split(":"):
+        total_s = 60 * total_s + float(part or 0)
+    return total_s
+
+
+def _qrsh() -> str:
+    """Return the call of qrsh of this job's Grid Engine, which may not be on the PATH of a batch script."""
+    folder = GridEngineLauncher().programs()
+    return f"{shlex.quote(str(folder / 'qrsh') if folder is not None else 'qrsh')} -inherit"
+
+
+def _unnotified(command: str) -> str:
+    """Return a shell script that runs a command with its arguments, and is not ended by a notification.
+
+    Grid Engine sends it to all processes of a job; only the launcher process reacts to it.
+    """
+    return f"trap '' USR1 USR2; exec {command} \"$@\""

@@ -1,0 +1,40 @@
+"""Launcher that starts ranks on the hosts of this process's PBS job.
+
+Hosts are reached by ssh, because PBS's own remote shell (``pbs_tmrsh``) does not pass on standard input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from horovod_train.launch.base import LaunchPlan, LaunchRequest
+from horovod_train.launch.hosts.hostlist import read_hostfile
+from horovod_train.launch.launchers.allocation import AllocationLauncher
+from horovod_train.launch.launchers.gridengine_allocation import seconds
+from horovod_train.launch.launchers.horovodrun import HorovodrunLauncher
+from horovod_train.launch.launchers.mpirun import MpirunLauncher
+from horovod_train.launch.launchers.pbs import PbsLauncher
+
+
+class PbsAllocationLauncher(AllocationLauncher):
+    """Launcher that starts ranks in a PBS job: with mpirun, or with horovodrun for the Gloo controller."""
+
+    batch = PbsLauncher
+
+    def hosts(self, environ: Mapping[str, str]) -> list[str]:
+        """Return the hosts of the job as ``host:slots``, from the file in ``PBS_NODEFILE``."""
+        if "PBS_JOBID" not in environ or "PBS_NODEFILE" not in environ:
+            raise self.no_allocation()
+        return read_hostfile(Path(environ["PBS_NODEFILE"]))
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """Return the plan."""
+        is_mpi = request.job.launch.controller == "mpi"
+        return (MpirunLauncher() if is_mpi else HorovodrunLauncher()).plan(request)
+
+    def time_limit_s(self, native_id: str) -> float | None:
+        """Return the walltime of the job."""
+        limit_s = seconds(PbsLauncher().fields(native_id).get("Resource_List.walltime", "INFINITY"))
+        return None if math.isinf(limit_s) else limit_s
