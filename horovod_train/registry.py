@@ -198,6 +198,8 @@ LAUNCHERS = Registry(
         "gridengine-allocation": (
             "horovod_train.launch.launchers.gridengine_allocation:GridEngineAllocationLauncher"
         ),
+        "lsf": "horovod_train.launch.launchers.lsf:LsfLauncher",
+        "lsf-allocation": "horovod_train.launch.launchers.lsf_allocation:LsfAllocationLauncher",
     },
     renamed={"has_files_here": "has_local_files", "goes_on": "is_running"},
 )

@@ -57,9 +57,9 @@ class LocalJob:
         return self._job.submitted_unix_s
 
     @property
-    def asks_a_server(self) -> bool:
+    def queries_a_server(self) -> bool:
         """Whether a status is the answer of another system, such as Slurm or Kubernetes."""
-        return getattr(self._launcher, "asks_a_server", True)
+        return getattr(self._launcher, "queries_a_server", True)
 
     @property
     def has_local_files(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from horovod_train.config.schema import Job
 from horovod_train.errors import Problem
 
-BATCH_SYSTEMS = {"slurm": "Slurm", "pbs": "PBS", "gridengine": "Grid Engine"}
+BATCH_SYSTEMS = {"slurm": "Slurm", "pbs": "PBS", "gridengine": "Grid Engine", "lsf": "LSF"}
 """Names of batch systems by the names of their launchers, and of their sections in ``launch``."""
 
 

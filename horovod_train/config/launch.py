@@ -22,8 +22,8 @@ from horovod_train.config.fields import (
 )
 from horovod_train.config.kubernetes import Kubernetes
 
-QsubOption = Annotated[str, StringConstraints(pattern=r"^-[A-Za-z][^\n\r\x00]*$")]
-"""Option of qsub, with its value."""
+BatchOption = Annotated[str, StringConstraints(pattern=r"^-[A-Za-z][^\n\r\x00]*$")]
+"""Option of qsub or bsub, with its value."""
 
 
 class Ssh(Section):
@@ -82,7 +82,7 @@ class Slurm(Batch):
 class Pbs(Batch):
     """PBS batch job. ``run_dir`` must be on a shared filesystem, and ssh must work between its nodes."""
 
-    options: list[QsubOption] = []
+    options: list[BatchOption] = []
     """Further options of qsub, such as ``-q gpu``, ``-l walltime=02:00:00`` and ``-A project``."""
 
     ranks_per_node: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -95,13 +95,23 @@ class Pbs(Batch):
 class GridEngine(Batch):
     """Grid Engine batch job. ``run_dir`` must be on a shared filesystem."""
 
-    options: list[QsubOption] = []
+    options: list[BatchOption] = []
     """Further options of qsub, such as ``-q gpu.q``, ``-l h_rt=02:00:00`` and ``-P project``."""
 
     parallel_environment: (
         Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None
     ) = None
     """Parallel environment, one of ``qconf -spl``, which places the ranks; needed for more than one rank."""
+
+
+class Lsf(Batch):
+    """LSF batch job, which is rendered only. ``run_dir`` must be on a shared filesystem."""
+
+    options: list[BatchOption] = []
+    """Further options of bsub, such as ``-q gpu``, ``-W 2:00`` and ``-P project``."""
+
+    ranks_per_node: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Ranks on each node; null: as LSF places them."""
 
 
 class Elastic(Section):
@@ -184,6 +194,9 @@ class Launch(Section):
 
     gridengine: GridEngine = GridEngine()
     """Settings of the launcher gridengine."""
+
+    lsf: Lsf = Lsf()
+    """Settings of the launcher lsf."""
 
     kubernetes: Kubernetes = Kubernetes()
     """Settings of the launcher mpijob."""

@@ -212,11 +212,11 @@ class Launcher(Protocol):
 
     Attributes:
         has_local_files: Whether the run folder is on this machine.
-        asks_a_server: Whether a query of the status calls another system, such as Slurm or Kubernetes.
+        queries_a_server: Whether a query of the status calls another system, such as Slurm or Kubernetes.
     """
 
     has_local_files: bool
-    asks_a_server: bool
+    queries_a_server: bool
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan that starts the ranks; has no effect.

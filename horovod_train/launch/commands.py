@@ -45,6 +45,7 @@ def call(*command: str, hint: str = "", with_errors: bool = False) -> str:
     except subprocess.TimeoutExpired as error:
         raise UnansweredError(f"{command[0]} did not answer within {TIMEOUT_S:g} s", hint=hint) from error
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip()  # Grid Engine prints some errors to standard output
-        raise LaunchError(f"{command[0]}: {said or f'exit code {done.returncode}'}")
+        # Grid Engine prints some errors to standard output.
+        message = done.stderr.strip() or done.stdout.strip()
+        raise LaunchError(f"{command[0]}: {message or f'exit code {done.returncode}'}")
     return done.stdout + done.stderr * with_errors

@@ -55,7 +55,7 @@ class Statuses:
             self._entries.move_to_end(job.id)
             if len(self._entries) > MAX_JOBS:
                 self._entries.popitem(last=False)
-        age_s = AGE_S if job.asks_a_server else LOCAL_AGE_S
+        age_s = AGE_S if job.queries_a_server else LOCAL_AGE_S
         # Threads must not wait for a launcher that does not respond: there are few of them.
         if entry.is_known and not entry.lock.acquire(blocking=False):
             return entry.result()

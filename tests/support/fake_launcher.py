@@ -24,6 +24,7 @@ class FakeLauncher(PolledLauncher):
     """
 
     has_local_files = True
+    queries_a_server = False
     poll_s = 0.01
 
     def __init__(self) -> None:

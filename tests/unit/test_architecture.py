@@ -79,9 +79,10 @@ ROOMS = {
         "checks",
     },
     "launch.base": BASICS | {"config", "launch.hosts"},
+    "launch.commands": {"errors", "horovod.toolchain"},
     "launch.mpi": BASICS
     | {"horovod.environment", "horovod.mpi", "horovod.toolchain"}
-    | {"launch.hosts", "launch.base"},
+    | {"launch.hosts", "launch.base", "launch.commands"},
     "launch.jobs": BASICS | {"config", "launch.base"},
     "launch.console": BASICS | {"config", "events"},
     "launch.supervise": BASICS
@@ -89,7 +90,8 @@ ROOMS = {
     | {"launch.base", "launch.jobs", "launch.console"},
     "launch.launchers": BASICS
     | {"config", "events", "horovod.mpi", "horovod.toolchain"}
-    | {"launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.mpi", "launch.supervise"},
+    | {"launch.hosts", "launch.base", "launch.commands", "launch.jobs", "launch.console"}
+    | {"launch.mpi", "launch.supervise"},
     "launch.submit": BASICS
     | {"config", "events", "horovod.mpi"}
     | {"launch.mpi", "launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.supervise"},

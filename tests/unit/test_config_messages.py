@@ -157,7 +157,10 @@ SAID = [
     (
         {"launch": {"launcher": "slurmm"}},
         "launch.launcher = 'slurmm'",
-        "is not a known launcher; known: horovodrun, local, mpijob, mpirun, slurm, slurm-allocation",
+        (
+            "is not a known launcher; known: gridengine, gridengine-allocation, horovodrun, local, lsf, "
+            "lsf-allocation, mpijob, mpirun, pbs, pbs-allocation, slurm, slurm-allocation"
+        ),
         "did you mean 'slurm'?",
     ),
     (
@@ -207,6 +210,42 @@ SAID = [
         "launch.elastic",
         "is not for Slurm, whose jobs keep their nodes",
         "leave it out: launch.slurm.requeue puts the job back into the queue",
+    ),
+    (
+        {"launch": {"elastic": {"min_ranks": 1}, "launcher": "pbs"}},
+        "launch.elastic",
+        "is not for PBS, whose jobs keep their nodes",
+        "leave it out: launch.pbs.requeue puts the job back into the queue",
+    ),
+    (
+        {"launch": {"pbs": {"options": ["-J 1-4"]}}},
+        "launch.pbs.options = '-J 1-4'",
+        "submits a job array, and each of its jobs would be this run",
+        "call `horovod-train run --launcher pbs-allocation` in a batch script of yours",
+    ),
+    (
+        {"launch": {"slurm": {"options": {"array": "1-4"}}}},
+        "launch.slurm.options = '--array'",
+        "submits a job array, and each of its jobs would be this run",
+        "call `horovod-train run --launcher slurm-allocation` in a batch script of yours",
+    ),
+    (
+        {"launch": {"slurm": {"mpi": "pmix"}, "controller": "gloo"}},
+        "launch.slurm.mpi = 'pmix'",
+        "has no effect with launch.controller: gloo",
+        "leave it out, or use launch.controller: mpi",
+    ),
+    (
+        {"launch": {"launcher": "gridengine"}},
+        "launch.gridengine.parallel_environment = null",
+        "is needed for 2 ranks",
+        "use one of the parallel environments that `qconf -spl` prints",
+    ),
+    (
+        {"launch": {"launcher": "gridengine-allocation", "controller": "gloo"}},
+        "launch.controller = 'gloo'",
+        "is not available in Grid Engine, which starts one process on each host",
+        "use mpi",
     ),
     (
         {"launch": {"elastic": {"min_ranks": 1}}, "checkpoint": {"resume": "never"}},

@@ -12,11 +12,11 @@ import pytest
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, PreemptedError
+from horovod_train.launch import commands
 from horovod_train.launch.base import LaunchPlan, Submitted
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile
-from horovod_train.launch.launchers import slurm as module
-from horovod_train.launch.launchers.slurm import SCRIPT_LOG, SlurmLauncher, batch_script, call_slurm
+from horovod_train.launch.launchers.slurm import SlurmLauncher
 from horovod_train.launch.launchers.slurm_allocation import SlurmAllocationLauncher
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
 from horovod_train.launch.submit import resolve
@@ -91,7 +91,7 @@ class TestSubmitting:
             "options": {"mem": "3 G"},
             "setup": ["module load x"],
         }
-        script = batch_script(request_of(tmp_path, slurm=wishes)).splitlines()
+        script = SlurmLauncher().script(request_of(tmp_path, slurm=wishes)).splitlines()
 
         assert "#SBATCH --ntasks=3" in script
         assert "#SBATCH --ntasks-per-node=2" in script
@@ -101,7 +101,7 @@ class TestSubmitting:
         assert script.index("module load x") < script.index(f"cd {request_of(tmp_path).folder}")
 
     def test_without_wishes_asks_for_no_more(self, tmp_path):
-        script = batch_script(request_of(tmp_path, grace_s=0.2))
+        script = SlurmLauncher().script(request_of(tmp_path, grace_s=0.2))
 
         assert "ntasks-per-node" not in script
         assert "#SBATCH --signal=B:USR1@1\n" in script
@@ -175,8 +175,8 @@ class TestStatus:
         [
             ("CANCELLED", "cancelled", 143, "cancelled in Slurm; before that: waiting"),
             ("COMPLETED", "failed", 1, "the state file has no final state"),
-            ("NODE_FAIL", "failed", 1, "Slurm reports NODE_FAIL; see "),
-            (None, "failed", 1, "Slurm reports no job with this ID; see "),
+            ("NODE_FAIL", "failed", 1, "Slurm reports NODE_FAIL, but the state file"),
+            (None, "failed", 1, "Slurm reports no job with this ID, but"),
         ],
     )
     def test_of_a_job_that_could_not_say_how_it_ended_is_slurms_word(
@@ -240,13 +240,13 @@ class TestWaiting:
 class TestLogs:
     def test_are_those_of_the_job(self, job, queue):
         (job.log_dir / LOG_FILE).write_text("one\ntwo\n")
-        (job.log_dir / SCRIPT_LOG).write_text("of the script\n")
+        (job.log_dir / "slurm.log").write_text("of the script\n")
 
         assert list(SlurmLauncher().logs(job, follow=False)) == ["one", "two"]
 
     def test_are_those_of_the_script_where_it_did_not_come_as_far(self, job, queue):
         (queue / "41").unlink()
-        (job.log_dir / SCRIPT_LOG).write_text("module: not found\n")
+        (job.log_dir / "slurm.log").write_text("module: not found\n")
 
         assert list(SlurmLauncher().logs(job, follow=True)) == ["module: not found"]
 
@@ -284,19 +284,18 @@ class TestCancel:
 class TestCallingSlurm:
     def test_a_refusal_is_told_in_its_own_words(self, queue):
         with pytest.raises(LaunchError, match="scontrol: slurm_load_jobs error: Invalid job id"):
-            call_slurm("scontrol", "show", "job", "--oneliner", "9")
+            SlurmLauncher().call("scontrol", "show", "job", "--oneliner", "9")
 
     def test_a_refusal_without_words_is_told_by_its_code(self, queue):
         with pytest.raises(LaunchError, match="sbatch: exit code 9"):
-            call_slurm("sbatch", "what")
-        assert call_slurm("sbatch", "what", check=False) == ""
+            SlurmLauncher().call("sbatch", "what")
 
     def test_one_that_does_not_answer_is_not_waited_for_for_ever(self, monkeypatch):
-        monkeypatch.setattr(module, "TIMEOUT_S", 0.1)
+        monkeypatch.setattr(commands, "TIMEOUT_S", 0.1)
 
         with pytest.raises(LaunchError, match=r"sleep did not answer within 0\.1 s") as caught:
-            call_slurm("sleep", "5")
-        assert "scontrol ping" in caught.value.hint
+            SlurmLauncher().call("sleep", "5")
+        assert "the server of Slurm" in caught.value.hint
 
 
 class TestAnAllocation:

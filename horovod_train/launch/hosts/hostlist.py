@@ -81,10 +81,10 @@ def read_hostfile(path: Path) -> list[str]:
     hosts = parse_hosts(text, f"hostfile {path}", default_slots=1)
     if not hosts:
         raise UserError(f"hostfile {path} names no host")
-    return merge_repeated_hosts(hosts)
+    return _merge_repeated_hosts(hosts)
 
 
-def merge_repeated_hosts(hosts: Sequence[str]) -> list[str]:
+def _merge_repeated_hosts(hosts: Sequence[str]) -> list[str]:
     """Add up the slots of repeated hosts: a PBS node file lists a host once for each of its slots."""
     times = Counter(hosts)
     return [

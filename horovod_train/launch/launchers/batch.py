@@ -59,7 +59,7 @@ class BatchLauncher(PolledLauncher):
     """
 
     has_local_files = True
-    asks_a_server = True
+    queries_a_server = True
     name: str
     system: str
     id_variable: str

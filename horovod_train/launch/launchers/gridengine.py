@@ -22,8 +22,8 @@ class GridEngineLauncher(BatchLauncher):
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
         """Return the call of qsub."""
         # Not exit code 99, which requeues a job: Grid Engine then waits forever for the nodes that ran tasks.
-        held = ("-hold_jid", after, "-v", f"{CONTINUES}={after}") if after else ()
-        return ("qsub", "-terse", *held, str(request.log_dir / SCRIPT))
+        dependency = ("-hold_jid", after, "-v", f"{CONTINUES}={after}") if after else ()
+        return ("qsub", "-terse", *dependency, str(request.log_dir / SCRIPT))
 
     def directives(self, request: LaunchRequest) -> list[str]:
         """Return the options of qsub."""

@@ -11,13 +11,14 @@ import os
 import re
 import shlex
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
-from horovod_train.launch.hosts.hostlist import Host, merge_repeated_hosts
+from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.launchers.allocation import AllocationLauncher
 from horovod_train.launch.launchers.gridengine import GridEngineLauncher
 from horovod_train.launch.mpi.start import mpi_of_engine, start_of
@@ -34,8 +35,11 @@ class GridEngineAllocationLauncher(AllocationLauncher):
             raise self.no_allocation()
         if "PE_HOSTFILE" not in environ:  # a job without a parallel environment has one slot
             return [f"{socket.gethostname()}:1"]
-        lines = Path(environ["PE_HOSTFILE"]).read_text(encoding="utf-8").splitlines()
-        return merge_repeated_hosts([":".join(line.split()[:2]) for line in lines if line.strip()])
+        slots: Counter[str] = Counter()  # a host is listed once for each of its queues
+        for line in Path(environ["PE_HOSTFILE"]).read_text(encoding="utf-8").splitlines():
+            host, count, *_ = line.split()
+            slots[host] += int(count)
+        return [f"{host}:{count}" for host, count in slots.items()]
 
     def shell(self, request: LaunchRequest, host: Host) -> list[str]:
         """Return the command prefix that runs a command on a host of the job."""

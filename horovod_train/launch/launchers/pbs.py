@@ -18,7 +18,8 @@ from horovod_train.launch.launchers.batch import (
     QueuedJob,
 )
 
-# Job states of PBS that are not "active": queued, held, waiting, in transit, moved, begun; exiting; finished.
+# Job states of PBS that are not "active": queued, held, waiting, in transit, moved, begun (arrays);
+# exiting; finished, expired.
 _STATES: dict[str, BatchState] = {
     **dict.fromkeys(("Q", "H", "W", "T", "M", "B"), "waiting"),
     "E": "ending",
@@ -41,9 +42,9 @@ class PbsLauncher(BatchLauncher):
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
         """Return the call of qsub."""
         settings = request.job.launch.pbs
-        held = ("-W", f"depend=afterany:{after}", "-v", f"{CONTINUES}={after}") if after else ()
+        dependency = ("-W", f"depend=afterany:{after}", "-v", f"{CONTINUES}={after}") if after else ()
         return (
-            *("qsub", "-N", request.job.name, *held),
+            *("qsub", "-N", request.job.name, *dependency),
             # Written during the run, and appended to.
             *("-koed", "-j", "oe", "-o", str(self.script_log(request.log_dir))),
             *("-r", "y" if settings.requeue else "n"),

@@ -35,7 +35,7 @@ class SupervisedLauncher(PolledLauncher):
     """Launcher that runs a command on this machine; subclasses define the command."""
 
     has_local_files = True
-    asks_a_server = False
+    queries_a_server = False
     poll_s = POLL_S
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:

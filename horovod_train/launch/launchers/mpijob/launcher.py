@@ -69,7 +69,7 @@ class MpiJobLauncher(PolledLauncher):
     """Launcher that submits an MPIJob to the cluster of the current context."""
 
     has_local_files = False
-    asks_a_server = True
+    queries_a_server = True
 
     def plan(self, request: LaunchRequest, verb: tuple[str, ...] = ("run",)) -> LaunchPlan:
         """Return the plan: manifests, and the kubectl command that applies them; see ``render`` for ``verb``.
