@@ -2,7 +2,7 @@
 #
 #   make train    install, build the engine, train the digits task on two ranks
 #   make test     install, run every test
-#   make servers  install sshd, Slurm, buildah, Prometheus and Chromium for the tests that need them (root, Debian)
+#   make servers  install sshd, Slurm, Grid Engine, buildah, Prometheus and Chromium for the tests that need them (root, Debian)
 #   make check    lint, types and tests: what CI runs
 #   make engine-cuda  build an engine for GPUs from PyPI alone, without one at hand, and check it
 #   make strangers  install and train with PyPI's own PyTorch, on each Python, with and without CUDA (root)
@@ -120,13 +120,13 @@ strangers: tools
 train: tools $(VENV)/installed $(VENV)/engine
 	@$(BIN)/horovod-train run digits --set checkpoint.resume=never
 
-# What tests of hosts, of Slurm, of the image, of metrics and of the page need besides Python; they are skipped
+# What tests of hosts, of batch systems, of the image, of metrics and of the page need besides Python; they are skipped
 # without.
 servers:
-	@command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] || { echo "error: needs root on Debian or Ubuntu: install iproute2 openssh-server slurm-wlm munge buildah debootstrap prometheus chromium libaio-dev libpmix-dev by hand"; exit 2; }
-	@for program in ip sshd slurmctld slurmd munged buildah debootstrap prometheus promtool chromium; do PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
+	@command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] || { echo "error: needs root on Debian or Ubuntu: install iproute2 openssh-server slurm-wlm munge gridengine-master gridengine-exec gridengine-client csh buildah debootstrap prometheus chromium libaio-dev libpmix-dev by hand"; exit 2; }
+	@for program in ip sshd slurmctld slurmd munged sge_qmaster sge_execd qsub csh buildah debootstrap prometheus promtool chromium; do PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
 	[ -e /usr/include/libaio.h ] && ls /usr/lib/*/pmix2/lib/libpmix.so >/dev/null 2>&1 || missing=1; \
-	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge buildah debootstrap prometheus chromium libaio-dev libpmix-dev >/dev/null; }
+	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge gridengine-master gridengine-exec gridengine-client csh buildah debootstrap prometheus chromium libaio-dev libpmix-dev >/dev/null; }
 
 # Environments with the MPI libraries of sites, from PyPI: two of them for `make test`, all for `make campaign`.
 MPIS := .mpis

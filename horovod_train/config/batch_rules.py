@@ -1,7 +1,8 @@
-"""Rules for jobs of batch systems: Slurm, PBS and Grid Engine."""
+"""Rules for jobs on hosts: of the batch systems Slurm, PBS, Grid Engine and LSF, and in containers."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 
 from horovod_train.config.schema import Job
@@ -46,6 +47,19 @@ def batch_job_is_no_array(job: Job) -> Iterator[Problem]:
                 )
 
 
+def options_can_be_split(job: Job) -> Iterator[Problem]:
+    """Require options that a shell would accept, because they are split into arguments as a shell does."""
+    launch = job.launch
+    options = {"pbs": launch.pbs.options, "gridengine": launch.gridengine.options}
+    options |= {"container": launch.container.options} if launch.container is not None else {}
+    for name, found in options.items():
+        for option in found:
+            try:
+                shlex.split(option)
+            except ValueError:
+                yield Problem(f"launch.{name}.options", repr(option), "cannot be split", "close its quotes")
+
+
 def slurm_interface_has_an_effect(job: Job) -> Iterator[Problem]:
     """Refuse ``launch.slurm.mpi`` without MPI."""
     launch = job.launch
@@ -83,9 +97,22 @@ def gridengine_places_ranks(job: Job) -> Iterator[Problem]:
         )
 
 
+def container_runs_on_hosts(job: Job) -> Iterator[Problem]:
+    """Refuse containers of hosts on Kubernetes."""
+    if job.launch.container is not None and job.launch.launcher == "mpijob":
+        yield Problem(
+            "launch.container",
+            repr(job.launch.container.image),
+            "is for hosts, and pods have an image of their own",
+            "use launch.kubernetes.image",
+        )
+
+
 BATCH_RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     batch_jobs_keep_their_nodes,
     batch_job_is_no_array,
+    options_can_be_split,
     slurm_interface_has_an_effect,
     gridengine_places_ranks,
+    container_runs_on_hosts,
 )

@@ -22,8 +22,8 @@ from horovod_train.config.fields import (
 )
 from horovod_train.config.kubernetes import Kubernetes
 
-BatchOption = Annotated[str, StringConstraints(pattern=r"^-[A-Za-z][^\n\r\x00]*$")]
-"""Option of qsub or bsub, with its value."""
+ProgramOption = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n\r\x00]*$")]
+"""Option of a program, with its value."""
 
 
 class Ssh(Section):
@@ -55,6 +55,29 @@ class HostSettings(Section):
     """Environment variables for the ranks on this host."""
 
 
+class Container(Section):
+    """Container image in which ranks run on hosts, with a runtime of HPC sites. MPI is outside and inside.
+
+    This package is installed on the hosts as well, in the same version, without a framework or an engine.
+    """
+
+    image: Annotated[str, StringConstraints(pattern=r"^/[^\n\r\x00]*$")]
+    """Path of the image, such as ``/apps/horovod_train.sif``; a file, or the folder of a sandbox."""
+
+    runtime: Literal["apptainer", "singularity"] = "apptainer"
+    """Program that runs the container."""
+
+    python: Annotated[str, StringConstraints(pattern=r"^[\w/.+-]+$")] = "python3"
+    """Python in the image, which has this package and an engine."""
+
+    binds: list[Annotated[str, StringConstraints(pattern=r"^/[^,\n\r\x00]*$")]] = []
+    """Further folders to mount, as ``folder[:folder inside[:ro]]``. The folders of the run and the current
+    folder are mounted."""
+
+    options: list[ProgramOption] = []
+    """Further options of the runtime, such as ``--writable-tmpfs``. GPUs are made available automatically."""
+
+
 class Batch(Section):
     """Settings of a batch job. ``run_dir`` must be on a shared filesystem."""
 
@@ -82,7 +105,7 @@ class Slurm(Batch):
 class Pbs(Batch):
     """PBS batch job. ``run_dir`` must be on a shared filesystem, and ssh must work between its nodes."""
 
-    options: list[BatchOption] = []
+    options: list[ProgramOption] = []
     """Further options of qsub, such as ``-q gpu``, ``-l walltime=02:00:00`` and ``-A project``."""
 
     ranks_per_node: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -95,7 +118,7 @@ class Pbs(Batch):
 class GridEngine(Batch):
     """Grid Engine batch job. ``run_dir`` must be on a shared filesystem."""
 
-    options: list[BatchOption] = []
+    options: list[ProgramOption] = []
     """Further options of qsub, such as ``-q gpu.q``, ``-l h_rt=02:00:00`` and ``-P project``."""
 
     parallel_environment: (
@@ -107,7 +130,7 @@ class GridEngine(Batch):
 class Lsf(Batch):
     """LSF batch job, which is rendered only. ``run_dir`` must be on a shared filesystem."""
 
-    options: list[BatchOption] = []
+    options: list[ProgramOption] = []
     """Further options of bsub, such as ``-q gpu``, ``-W 2:00`` and ``-P project``."""
 
     ranks_per_node: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -194,6 +217,9 @@ class Launch(Section):
 
     gridengine: GridEngine = GridEngine()
     """Settings of the launcher gridengine."""
+
+    container: Container | None = None
+    """Container image of the ranks; null: ranks use the Python environment of the host."""
 
     lsf: Lsf = Lsf()
     """Settings of the launcher lsf."""

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import platform
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +41,7 @@ PACKAGES = (
     "nvidia-nccl-cu13",
 )
 MAX_CODE_FILES = 2000
+TIMEOUT_S = 20.0
 OUR_CODE = Path(__file__).parent.parent
 
 Fingerprint = Mapping[str, str]
@@ -57,6 +61,30 @@ def environment_fingerprint(task: str | None = None) -> dict[str, str]:
         "horovod_train code": code_digest(sorted(OUR_CODE.rglob("*.py"))),
         **({"task code": code_digest(task_files(task))} if task is not None else {}),
     }
+
+
+def printed_fingerprint(script: str) -> dict[str, str]:
+    """Return the fingerprint that a shell script prints, such as that of a container.
+
+    Raises:
+        OSError: The script fails, or does not end in time; contains the last line of its output.
+    """
+    try:
+        done = subprocess.run(
+            ["/bin/sh", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"the container did not start within {TIMEOUT_S:g} s") from error
+    if done.returncode:
+        lines = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()
+        raise OSError(f"the container does not start: {lines[-1]}")
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def task_files(task: str) -> list[Path]:
@@ -105,3 +133,7 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+if __name__ == "__main__":  # in a container
+    sys.stdout.write(json.dumps(environment_fingerprint(*sys.argv[1:])))

@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from horovod_train.config.launch import Launch
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
 from horovod_train.errors import KeyUsedError, LaunchError, UnansweredError
@@ -43,7 +44,7 @@ def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
     is_alone = not is_elsewhere and launch.most_ranks == 1
     name = launch.launcher
     if name == "auto":
-        name = "local" if is_alone else automatic_launcher(launch.controller)
+        name = "local" if is_alone else automatic_launcher(launch)
     launcher = launcher_named(name)
     hosts = launch.hosts or (launcher.hosts(os.environ) if hasattr(launcher, "hosts") else [])
     base = Path(job.run_dir).expanduser().resolve()
@@ -63,9 +64,14 @@ def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
     )
 
 
-def automatic_launcher(controller: str) -> str:
-    """Return the launcher of several ranks: horovodrun, unless it does not support the MPI library."""
-    mpi = installed_mpi() if controller == "mpi" else None
+def automatic_launcher(launch: Launch) -> str:
+    """Return the launcher of several ranks: horovodrun, unless it does not support the MPI library.
+
+    The hosts of a container need no engine, and so no horovodrun.
+    """
+    if launch.container is not None and launch.controller == "mpi":
+        return "mpirun"
+    mpi = installed_mpi() if launch.controller == "mpi" else None
     return "horovodrun" if mpi is None or mpi.is_for_horovodrun else "mpirun"
 
 

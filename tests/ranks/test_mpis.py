@@ -13,7 +13,7 @@ import psutil
 import pytest
 from support.checkpoints import arrays, newest
 from support.cluster import cluster
-from support.launching import PROGRAMS, TIMEOUT_S, cli, environment, results, write_job
+from support.launching import PROGRAMS, TIMEOUT_S, cli, environment, results, variables_of, write_job
 from support.mpis import NAMES, each, programs_of
 from support.reference import joint_batch_weights
 from support.running import Running
@@ -141,6 +141,39 @@ def test_ranks_train_as_one_process_with_the_joint_batch(tmp_path, mpi, programs
             assert error <= case.tolerance, case.name
 
 
+@pytest.mark.campaign
+@each(OTHERS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_zero_and_fsdp_train_as_one_process_with_the_joint_batch(tmp_path, mpi, programs, num_ranks):
+    from programs.strategy_cases import CASES
+    from programs.strategy_references import expected
+
+    ways = [
+        way
+        for way in CASES
+        if way.strategy["name"] in ("zero", "fsdp") and way.runs_on(num_ranks, "mpi") and not way.is_long
+    ]
+    started_by_hand(programs, num_ranks, "strategies.py", str(tmp_path), *(way.name for way in ways))
+    found = results(tmp_path)
+
+    assert len(found) == num_ranks
+    assert {way.strategy["name"] for way in ways} == {"zero", "fsdp"}
+    for way in ways:
+        weights, _ = expected(way, num_ranks)
+        for rank in found:
+            error = max(abs(w - e) for w, e in zip(rank[way.name]["weights"], weights.tolist(), strict=True))
+            assert error <= way.tolerance, way.name
+
+
+@pytest.mark.campaign
+@each(OTHERS)
+def test_the_doctor_measures_it_beside_mpi4py(tmp_path, mpi, programs):
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    done = cli("doctor", "-n", "2", "--json", cwd=tmp_path, programs=programs, check=False, **state)
+
+    assert {row["via"] for row in json.loads(done.stdout)["sweep"]} == {"horovod", "mpi4py"}
+
+
 def started_by_hand(programs: Path, num_ranks: int, program: str, *arguments: str) -> None:
     """Run one of ``tests/programs`` under the mpirun of an environment, as a person would."""
     version = subprocess.run(
@@ -155,7 +188,11 @@ def started_by_hand(programs: Path, num_ranks: int, program: str, *arguments: st
         str(programs / "mpirun"), *(["--allow-run-as-root"] if is_open_mpi and os.geteuid() == 0 else []),
         "-np", str(num_ranks), str(programs / "python"), str(PROGRAMS / program), *arguments,
     ]  # fmt: skip
-    extra = {"I_MPI_ROOT": str(programs.parent), "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    extra = {
+        "I_MPI_ROOT": str(programs.parent),
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        **variables_of("torch"),
+    }
     done = subprocess.run(
         command,
         env=environment(programs=programs, **extra),

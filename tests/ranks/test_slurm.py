@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
@@ -122,6 +123,88 @@ def test_each_mpi_library_starts_its_ranks_by_mpirun_and_by_srun_alone(tmp_path,
     assert {int(file.stem.split("-")[1]) for file in tmp_path.glob("rank-*.txt")} == {0, 1}
 
 
+ALONE = pytest.mark.parametrize("mpi", ["openmpi5", "mpich5"])
+"""Their ranks are started by srun alone: through PMIx, and through PMI-2."""
+
+
+def alone(folder, **sections):
+    """A job of PyTorch whose ranks are started by srun alone."""
+    torch = {"task": f"{PROGRAMS / 'tasks.py'}:Noted", "task_args": {"notes": str(folder), "pause_s": 0.1}}
+    checkpoint = {"every_epochs": None, "keep_last": 1}
+    slurm = {"mpi": "srun", **sections.pop("slurm", {})}
+    return job(folder, "mpi", slurm=slurm, checkpoint=checkpoint, **{**torch, **sections})
+
+
+@pytest.mark.campaign
+@ALONE
+def test_a_job_started_by_srun_alone_is_cancelled_and_has_saved(tmp_path, ask, mpi):
+    programs = programs_of(mpi)
+    path = alone(tmp_path, train={"epochs": 500, "batch_size_per_rank": 4})
+    job_id = ask("submit", str(path), programs=programs).stdout.strip()
+    wait_for_ranks(tmp_path)
+    ask("cancel", job_id, programs=programs)
+
+    assert ask("wait", job_id, check=False, programs=programs).returncode == 143
+    assert list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")
+
+
+@pytest.mark.campaign
+@ALONE
+def test_a_job_started_by_srun_alone_is_requeued_when_its_time_is_over(tmp_path, ask, slurm, mpi):
+    programs = programs_of(mpi)
+    path = alone(tmp_path, train={"epochs": 12, "batch_size_per_rank": 4})
+    job_id = ask("submit", str(path), programs=programs).stdout.strip()
+    wait_for_ranks(tmp_path)
+    time_is_over(slurm, native_id(tmp_path, job_id))
+    waited = ask("wait", job_id, check=False, programs=programs)
+
+    assert waited.returncode == 0, ask("logs", job_id).stdout[-3000:]
+    assert "resumed from" in ask("logs", job_id).stdout
+
+
+@pytest.mark.campaign
+@ALONE
+def test_a_node_that_dies_under_a_job_started_by_srun_alone_is_named(tmp_path, ask, slurm, mpi):
+    programs = programs_of(mpi)
+    path = alone(
+        tmp_path,
+        train={"epochs": 500, "batch_size_per_rank": 4},
+        launch={"host_timeout_s": 8.0},
+        slurm={"mpi": "srun", "requeue": False},
+    )
+    job_id = ask("submit", str(path), programs=programs).stdout.strip()
+    wait_for_ranks(tmp_path)
+    script_host = slurm.ask("scontrol", "show", "job", native_id(tmp_path, job_id))
+    (other,) = {"node1", "node2"} - set(re.findall(r"BatchHost=(\S+)", script_host))
+    slurm.kill(other)
+    try:
+        waited = ask("wait", job_id, check=False, programs=programs)
+    finally:
+        slurm.cluster.start_sshd(other)
+        slurm.start(other)
+        slurm.wait_for_nodes()
+
+    assert waited.returncode != 0
+    assert other in waited.stdout, ask("logs", job_id).stdout[-3000:]
+
+
+def native_id(folder, job_id):
+    return json.loads(next((folder / "state").rglob(f"{job_id}.json")).read_text())["native_id"]
+
+
+def time_is_over(slurm, number):
+    """Do what Slurm does when the time of a job is nearly over, and start the requeued job at once."""
+    slurm.ask("scancel", "--batch", "--signal=USR1", number)
+    deadline = time.monotonic() + 30
+    while "Restarts=1" not in slurm.ask("scontrol", "show", "job", number):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    # Slurm lets two minutes pass. Started in the second in which it was put back, a job is refused by
+    # the nodes: "Job credential revoked".
+    time.sleep(2)
+    slurm.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+
 @mostly("gloo")
 def test_a_submitted_job_is_listed_followed_cancelled_and_has_saved(tmp_path, ask, controller):
     job_id = ask("submit", str(slow(tmp_path, controller))).stdout.strip()
@@ -208,18 +291,7 @@ def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_if_undisturb
     reference = ask("run", str(path), "--set", "name=undisturbed", "--set", "task_args.pause_s=0.0")
     job_id = ask("submit", str(path)).stdout.strip()
     wait_for_ranks(tmp_path, 4)
-    number = json.loads(next((tmp_path / "state").rglob(f"{job_id}.json")).read_text())["native_id"]
-
-    # What Slurm does when the time of the job is nearly over.
-    slurm.ask("scancel", "--batch", "--signal=USR1", number)
-    deadline = time.monotonic() + 30
-    while "Restarts=1" not in slurm.ask("scontrol", "show", "job", number):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    # Slurm lets two minutes pass. Started in the second in which it was put back, a job is refused by
-    # the nodes: "Job credential revoked".
-    time.sleep(2)
-    slurm.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+    time_is_over(slurm, native_id(tmp_path, job_id))
     waited = ask("wait", job_id, check=False)
 
     assert "succeeded" in reference.stdout

@@ -7,15 +7,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from support.cluster import Cluster, run
 from support.launching import environment
-from support.namespaces import why_not
+from support.namespaces import pids_in, why_not
 
 NEEDS = ("slurmctld", "slurmd", "sbatch", "srun", "munged", "runuser")
 CONFIG = """
@@ -38,6 +38,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
+SlurmdTimeout=15
 KillWait=10
 OverTimeLimit=0
 {nodes}
@@ -51,6 +52,27 @@ class Slurm:
 
     cluster: Cluster
     folder: Path
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str) -> None:
+        """Start the daemon of a host."""
+        program = "slurmctld" if name == "login" else "slurmd"
+        self.daemons[name] = _start(self.cluster, name, f"{program} -D -f {self.folder}/slurm.conf")
+
+    def kill(self, name: str) -> None:
+        """Kill everything on a host at once, as a power cut does."""
+        while pids := pids_in(self.cluster.nodes[name].namespace):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.daemons[name].wait(20)
+
+    def wait_for_nodes(self) -> None:
+        """Return as soon as all nodes are idle."""
+        num_nodes, deadline = len(self.cluster.nodes) - 1, time.monotonic() + 30
+        while self.ask("sinfo", "-h", "-o", "%D %T").split() != [str(num_nodes), "idle"]:
+            assert time.monotonic() < deadline, [log.read_text() for log in self.folder.glob("*.log")]
+            time.sleep(0.1)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -78,16 +100,13 @@ def slurm_on(cluster: Cluster) -> Iterator[Slurm]:
     (folder / "slurm.conf").write_text(config)
     _start_munge(folder)
     made = Slurm(cluster, folder)
-    daemons = [_start(cluster, "login", f"slurmctld -D -f {folder}/slurm.conf")]
     try:
-        daemons += [_start(cluster, node.name, f"slurmd -D -f {folder}/slurm.conf") for node in nodes]
-        deadline = time.monotonic() + 30
-        while made.ask("sinfo", "-h", "-o", "%D %T").split() != [str(len(nodes)), "idle"]:
-            assert time.monotonic() < deadline, [log.read_text() for log in folder.glob("*.log")]
-            time.sleep(0.1)
+        for name in ("login", *(node.name for node in nodes)):
+            made.start(name)
+        made.wait_for_nodes()
         yield made
     finally:
-        for daemon in reversed(daemons):
+        for daemon in reversed(made.daemons.values()):
             daemon.terminate()
             daemon.wait(20)
         os.kill(int((folder / "munge" / "pid").read_text()), signal.SIGTERM)

@@ -86,8 +86,8 @@ ROOMS = {
     "launch.jobs": BASICS | {"config", "launch.base"},
     "launch.console": BASICS | {"config", "events"},
     "launch.supervise": BASICS
-    | {"config", "events", "checks", "launch.hosts"}
-    | {"launch.base", "launch.jobs", "launch.console"},
+    | {"config", "events", "checks", "horovod.fingerprint", "launch.hosts"}
+    | {"launch.base", "launch.jobs", "launch.console", "launch.mpi"},
     "launch.launchers": BASICS
     | {"config", "events", "horovod.mpi", "horovod.toolchain"}
     | {"launch.hosts", "launch.base", "launch.commands", "launch.jobs", "launch.console"}

@@ -7,18 +7,23 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError
-from horovod_train.launch.base import Submitted
+from horovod_train.horovod.mpi import Mpi
+from horovod_train.launch.base import LaunchPlan, Submitted
 from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.launchers import allocation
 from horovod_train.launch.launchers.gridengine import GridEngineLauncher
 from horovod_train.launch.launchers.gridengine_allocation import GridEngineAllocationLauncher
+from horovod_train.launch.launchers.lsf import LsfLauncher
+from horovod_train.launch.launchers.lsf_allocation import LsfAllocationLauncher
 from horovod_train.launch.launchers.pbs import PbsLauncher, select
 from horovod_train.launch.launchers.pbs_allocation import PbsAllocationLauncher
+from horovod_train.launch.launchers.supervised import SupervisedLauncher
 from horovod_train.launch.submit import resolve
 
 # As OpenPBS 23.06 and Grid Engine 8.1.9 print them.
@@ -39,10 +44,10 @@ PBS_JOB = """Job Id: 7.login
     Exit_status = 271
 
 """
-QSTAT = """job-ID  prior   name       user         state submit/start at     queue             slots ja-task-ID
+QSTAT = """job-ID  prior   name       user         state submit/start at     queue          slots ja-task-ID
 ----------------------------------------------------------------------------------------------------
       7 0.50000 j          root         {letters}    11/28/2026 03:44:01 all.q@node1         2
-      8 0.00000 other      root         qw    11/28/2026 03:44:02                              1
+      8 0.00000 other      root         qw    11/28/2026 03:44:02                            1
 """
 QSTAT_J = """==============================================================
 job_number:                 7
@@ -236,6 +241,16 @@ class TestAJobThatIsOutOfTime:
 
         assert received_s[0] - begun_s >= after_s - 0.01
 
+    def test_is_started_although_its_time_limit_is_unknown(self, tmp_path, printing, monkeypatch):
+        printing(PbsLauncher, qstat=LaunchError("qstat: no server"))
+        shown = []
+        monkeypatch.setenv("PBS_JOBID", "7")
+        monkeypatch.setattr(SupervisedLauncher, "run", lambda *_: 0)
+        console = SimpleNamespace(print=shown.append)
+
+        assert PbsAllocationLauncher().run(request_of(tmp_path), LaunchPlan(()), console) == 0
+        assert shown == ["warning: the time limit of this job is unknown: qstat: no server"]
+
     def test_counts_its_time_from_the_start_of_the_script(self):
         program = (
             "import time; time.sleep(0.3); from horovod_train.launch.launchers.allocation import _age_s; "
@@ -255,16 +270,17 @@ class TestAJobThatIsOutOfTime:
 class TestGridEngine:
     def test_asks_for_a_parallel_environment_and_the_options_of_the_job(self, tmp_path):
         settings = {"parallel_environment": "mpi", "options": ["-l h_rt=1:0:0"], "requeue": False}
-        script = (
-            GridEngineLauncher().script(request_of(tmp_path, "gridengine", gridengine=settings)).splitlines()
-        )
+        request = request_of(tmp_path, "gridengine", gridengine=settings)
+        command = " ".join(GridEngineLauncher().plan(request).argv)
 
-        assert {"#$ -pe mpi 3", "#$ -l h_rt=1:0:0", "#$ -r n", "#$ -notify", "#$ -N j"} <= set(script)
+        assert command.startswith("qsub -terse -N j ")
+        assert " -notify -r n -pe mpi 3 -l h_rt=1:0:0 " in command
+        assert command.endswith(str(request.log_dir / "batch.sh"))
 
     def test_does_not_let_a_name_begin_with_a_digit(self, tmp_path):
         job = Job.model_validate({"name": "7b", "task": "digits", "run_dir": str(tmp_path)})
 
-        assert "#$ -N job-7b" in GridEngineLauncher().script(resolve(job, "run-1"))
+        assert "job-7b" in GridEngineLauncher().submit_command(resolve(job, "run-1"))
 
     @pytest.mark.parametrize(
         ("letters", "state", "message"),
@@ -325,6 +341,44 @@ class TestGridEngine:
         assert plan.env["OMPI_MCA_plm_rsh_agent"] == str(request.log_dir / "qrsh")
         assert "qrsh -inherit" in shell[2]
         assert shell[-1] == "there"
+
+
+class TestLsf:
+    def test_renders_a_script_and_submits_none(self, tmp_path):
+        settings = {"ranks_per_node": 4, "options": ["-W 2:00"], "setup": ["module load x"]}
+        request = request_of(tmp_path, "lsf", grace_s=90.0, lsf=settings)
+        plan = LsfLauncher().plan(request)
+        script = plan.files[request.log_dir / "batch.sh"].splitlines()
+
+        assert plan.argv == ("/bin/sh", "-c", f"bsub < {request.log_dir}/batch.sh")
+        assert '#BSUB -R "span[ptile=4]"' in script
+        assert {"#BSUB -n 3", "#BSUB -wa USR1 -wt 2", "#BSUB -r", "#BSUB -W 2:00"} <= set(script)
+        with pytest.raises(LaunchError, match="only renders batch scripts"):
+            LsfLauncher().submit(request, plan)
+
+    def test_starts_ranks_by_jsrun_with_spectrum_mpi_and_else_through_blaunch(self, tmp_path, monkeypatch):
+        for name in ("jsrun", "mpirun"):
+            (program := tmp_path / name).write_text("#!/bin/sh\n")
+            program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        hosts = {"num_ranks": 2, "hosts": ["here:1", "there:1"]}
+        request = request_of(tmp_path, "lsf-allocation", **hosts)
+
+        def program(name):
+            mpi = Mpi(name, "10.4", tmp_path, tmp_path / "mpirun", "libmpi.so.40")
+            monkeypatch.setattr("horovod_train.launch.mpi.start.installed_mpi", lambda: mpi)
+            return LsfAllocationLauncher().plan(request)
+
+        assert program("Spectrum MPI").argv[0] == str(tmp_path / "jsrun")
+        assert program("Open MPI").env["PRTE_MCA_plm_ssh_agent"] == "blaunch"
+
+    def test_reads_the_hosts_of_the_job(self, tmp_path):
+        (tmp_path / "hosts").write_text("node1\nnode1\nnode2\n")
+        of_job = {"LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")}
+
+        assert LsfAllocationLauncher().hosts(of_job) == ["node1:2", "node2:1"]
+        with pytest.raises(LaunchError, match="no LSF allocation"):
+            LsfAllocationLauncher().hosts({})
 
 
 class TestPbsAllocation:

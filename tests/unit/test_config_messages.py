@@ -224,6 +224,12 @@ SAID = [
         "call `horovod-train run --launcher pbs-allocation` in a batch script of yours",
     ),
     (
+        {"launch": {"pbs": {"options": ["-N 'a"]}}},
+        'launch.pbs.options = "-N \'a"',
+        "cannot be split",
+        "close its quotes",
+    ),
+    (
         {"launch": {"slurm": {"options": {"array": "1-4"}}}},
         "launch.slurm.options = '--array'",
         "submits a job array, and each of its jobs would be this run",
@@ -246,6 +252,12 @@ SAID = [
         "launch.controller = 'gloo'",
         "is not available in Grid Engine, which starts one process on each host",
         "use mpi",
+    ),
+    (
+        {"launch": {"container": {"image": "/a.sif"}, "launcher": "mpijob"}},
+        "launch.container = '/a.sif'",
+        "is for hosts, and pods have an image of their own",
+        "use launch.kubernetes.image",
     ),
     (
         {"launch": {"elastic": {"min_ranks": 1}}, "checkpoint": {"resume": "never"}},

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from support.launching import BIN
 
+from horovod_train.config.launch import Launch
 from horovod_train.config.schema import Job
 from horovod_train.errors import EngineError, LaunchError, UserError
 from horovod_train.horovod import environment, launched, mpi
 from horovod_train.horovod.launched import refuse_other_launchers, require_world
 from horovod_train.horovod.mpi import Mpi, find_mpi, find_wrapper, installed_mpi, record_mpi
 from horovod_train.launch.mpi import jsrun, srun, start
-from horovod_train.launch.mpi.start import mpi_of_engine, start_of
+from horovod_train.launch.mpi.start import mpi_of, start_of
 from horovod_train.launch.submit import automatic_launcher, resolve
 
 PYTHON = Path(sys.executable)
@@ -175,18 +176,18 @@ class TestSrun:
 
 
 class TestTheEngine:
-    def test_without_a_record_starts_nothing(self, monkeypatch):
+    def test_without_a_record_starts_nothing(self, tmp_path, monkeypatch):
         monkeypatch.setattr(start, "installed_mpi", lambda: None)
 
         with pytest.raises(LaunchError, match="MPI library of the engine is unknown") as error:
-            mpi_of_engine()
+            mpi_of(request_for(tmp_path))
         assert "engine build" in error.value.hint
 
-    def test_names_a_library_that_is_gone(self, programs, monkeypatch):
+    def test_names_a_library_that_is_gone(self, tmp_path, programs, monkeypatch):
         monkeypatch.setattr(start, "installed_mpi", lambda: library(programs, "MPICH", "5.0.2"))
 
         with pytest.raises(LaunchError, match=r"uses MPICH 5.0.2, but .*libmpi.so.12 does not exist"):
-            mpi_of_engine()
+            mpi_of(request_for(tmp_path))
 
     def test_needs_the_programs_of_its_library(self, tmp_path, programs):
         for name in ("mpirun", "mpiexec", "mpiexec.hydra"):
@@ -224,7 +225,7 @@ class TestTheEngine:
             "horovod_train.launch.submit.installed_mpi", lambda: library(programs, name, version)
         )
 
-        assert automatic_launcher(controller) == launcher
+        assert automatic_launcher(Launch(controller=controller)) == launcher
 
 
 class TestTheWrapper:

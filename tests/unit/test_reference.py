@@ -26,6 +26,7 @@ SECTIONS = {
     "lr.plateau": {"metric": "loss", "mode": "min"},
     "checkpoint.best": {"metric": "loss", "mode": "min"},
     "launch.elastic": {"min_ranks": 2},
+    "launch.container": {"image": "/apps/image.sif"},
     "launch.host_settings.HOST": {},
     "launch.kubernetes.volumes.0": {"mount_path": "/data", "claim": "data"},
     "launch.kubernetes.tolerations.0": {"key": "spot"},

@@ -34,7 +34,7 @@ from horovod_train import __version__
 from horovod_train.checks.host_details import HostDetails, examine_host
 from horovod_train.checks.host_facts import HostFacts, describe_host
 from horovod_train.events.channel import ChannelReader
-from horovod_train.horovod.fingerprint import environment_fingerprint
+from horovod_train.horovod.fingerprint import environment_fingerprint, printed_fingerprint
 from horovod_train.system.pids import cpu_wait_s, is_alive
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
@@ -78,9 +78,17 @@ class HostActions:
         """Return paths, addresses and other facts about this host, and its addresses towards ``others``."""
         return describe_host(others)
 
-    def fingerprint(self, task: str | None) -> dict[str, str]:
-        """Return versions and digests of the software that ranks on this host would use."""
-        return environment_fingerprint(task)
+    def fingerprint(self, task: str | None, script: str = "") -> dict[str, str]:
+        """Return versions and digests of the software that ranks on this host would use.
+
+        Args:
+            task: Task of the job; None: it is not compared.
+            script: Shell script that prints the fingerprint of the container of ranks; empty: none.
+
+        Raises:
+            OSError: The container does not start, or its Python does not have this package.
+        """
+        return printed_fingerprint(script) if script else environment_fingerprint(task)
 
     def examine(self, folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> HostDetails:
         """Return the measurements that ``horovod-train doctor`` checks."""

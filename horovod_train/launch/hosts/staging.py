@@ -14,6 +14,7 @@ from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.launch.hosts.agent import RANK_VARIABLE, RUN_VARIABLE
+from horovod_train.launch.hosts.container import rank_script
 
 MAX_SHIPPED_BYTES = 64 * 1024 * 1024
 # Folders without code, or with private files.
@@ -73,11 +74,11 @@ def stage_files(
         program: Python module and arguments of a rank; empty: the worker.
         variables: Environment variables of ranks on the host, including secrets.
     """
-    python = shlex.quote(python)
+    python = shlex.quote(job.launch.container.python if job.launch.container is not None else python)
     where = shlex.quote(str(Path(stage) / "code" if job.launch.ship_code else folder))
     lines = [f"{name}={shlex.quote(value)}" for name, value in {**variables, RUN_VARIABLE: stage}.items()]
     worker = ("horovod_train", "worker", "--events", "--run-id", run_id, f"{stage}/job.json")
-    return {
+    files = {
         "job.json": dump_job(job),
         "environment": "\n".join([*lines, ""]),
         "rank": _RANK.format(
@@ -91,6 +92,19 @@ def stage_files(
         ),
         "daemon": _DAEMON.format(stage=stage, programs=shlex.quote(mpi_programs)),
     }
+    container = job.launch.container
+    if container is not None:
+        files["inside"] = files["rank"]
+        files["rank"] = rank_script(container, folders_of(job, folder), stage)
+    return files
+
+
+def folders_of(job: Job, folder: Path) -> list[str]:
+    """Return the folders of a host that ranks in a container need, besides the files of the run."""
+    file = job.task.rpartition(":")[0]
+    of_task = [str(Path(file).resolve().parent)] if file.endswith(".py") else []
+    of_checkpoints = [job.checkpoint.dir] if job.checkpoint.dir is not None else []
+    return [str(folder), job.run_dir, *of_checkpoints, *of_task]
 
 
 def pack_code(folder: Path) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,27 +38,35 @@ class AllocationLauncher(SupervisedLauncher):
         """
         raise NotImplementedError
 
-    def time_limit_s(self, native_id: str) -> float | None:
+    def time_limit_s(self, native_id: str) -> float:
         """Return the time limit of a job, in seconds since its start.
 
-        Returns:
-            None: there is none, or the batch system sends SIGUSR1 before it.
+        Infinity: there is none, or the batch system sends SIGUSR1 before it.
+
+        Raises:
+            LaunchError: The batch system does not respond.
         """
-        return None
+        return math.inf
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
         """Run the job, and requeue it shortly before its time limit."""
         batch = self.batch()
         native_id = os.environ.get(batch.id_variable, "")
-        limit_s = self.time_limit_s(native_id) if native_id else None
         try:
-            with _notified(limit_s, request.job.launch.grace_s):
+            with _notified(self._known_limit_s(native_id, console), request.job.launch.grace_s):
                 return super().run(request, plan, console)
         except PreemptedError as error:
             is_out_of_time = error.stopped_by == signal.SIGUSR1
             if is_out_of_time and batch.settings(request).requeue and native_id:
                 _put_back(batch, native_id, request, error)
             raise
+
+    def _known_limit_s(self, native_id: str, console: JobConsole) -> float:
+        try:
+            return self.time_limit_s(native_id) if native_id else math.inf
+        except LaunchError as error:
+            console.print(f"warning: the time limit of this job is unknown: {error.message}")
+            return math.inf
 
     def no_allocation(self) -> LaunchError:
         """Return the error for a process without allocation."""
@@ -66,6 +76,20 @@ class AllocationLauncher(SupervisedLauncher):
             hint=f"use launch.launcher: {batch.name} to get one, or call this inside a batch script or an "
             "interactive job",
         )
+
+
+def seconds(time: str) -> float:
+    """Return a time of Grid Engine or PBS in seconds.
+
+    >>> seconds("1:30:00"), seconds("90"), seconds("INFINITY")
+    (5400.0, 90.0, inf)
+    """
+    if not re.fullmatch(r"[\d:.]+", time):
+        return math.inf
+    total_s = 0.0
+    for part in time.split(":"):
+        total_s = 60 * total_s + float(part or 0)
+    return total_s
 
 
 def _put_back(batch: BatchLauncher, native_id: str, request: LaunchRequest, error: PreemptedError) -> None:
@@ -81,12 +105,12 @@ def _put_back(batch: BatchLauncher, native_id: str, request: LaunchRequest, erro
 
 
 @contextmanager
-def _notified(limit_s: float | None, grace_s: float) -> Iterator[None]:
+def _notified(limit_s: float, grace_s: float) -> Iterator[None]:
     """Send SIGUSR1 to this process one grace period before the time limit of the job.
 
     A limit of less than two grace periods is divided in halves.
     """
-    if limit_s is None:
+    if math.isinf(limit_s):
         yield
         return
     left_s = limit_s - _age_s()

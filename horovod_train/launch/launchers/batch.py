@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,15 @@ class QueuedJob:
     state: BatchState
     shown: str
     reason: str = ""
+
+
+def words_of(options: Iterable[str]) -> tuple[str, ...]:
+    """Return options with their values, as arguments of a command.
+
+    >>> words_of(["-q gpu", "-P 'my project'"])
+    ('-q', 'gpu', '-P', 'my project')
+    """
+    return tuple(word for option in options for word in shlex.split(option))
 
 
 class BatchLauncher(PolledLauncher):

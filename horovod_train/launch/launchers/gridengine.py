@@ -9,7 +9,7 @@ from pathlib import Path
 
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchRequest
-from horovod_train.launch.launchers.batch import CONTINUES, SCRIPT, BatchLauncher, How, QueuedJob
+from horovod_train.launch.launchers.batch import CONTINUES, SCRIPT, BatchLauncher, How, QueuedJob, words_of
 
 
 class GridEngineLauncher(BatchLauncher):
@@ -21,26 +21,19 @@ class GridEngineLauncher(BatchLauncher):
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
         """Return the call of qsub."""
-        # Not exit code 99, which requeues a job: Grid Engine then waits forever for the nodes that ran tasks.
-        dependency = ("-hold_jid", after, "-v", f"{CONTINUES}={after}") if after else ()
-        return ("qsub", "-terse", *dependency, str(request.log_dir / SCRIPT))
-
-    def directives(self, request: LaunchRequest) -> list[str]:
-        """Return the options of qsub."""
         settings = request.job.launch.gridengine
         name, environment = request.job.name, settings.parallel_environment
-        options = [
-            f"-N {name}" if name[0].isalpha() else f"-N job-{name}",
-            "-S /bin/bash",
-            f"-o {self.script_log(request.log_dir)}",
-            "-j y",
-            # SIGUSR2, with which this package drains a job, before SIGKILL.
-            "-notify",
-            f"-r {'y' if settings.requeue else 'n'}",
-            *([f"-pe {environment} {request.num_ranks}"] if environment else []),
-            *settings.options,
-        ]
-        return [f"#$ {option}" for option in options]
+        # Not exit code 99, which requeues a job: Grid Engine then waits forever for the nodes that ran tasks.
+        dependency = ("-hold_jid", after, "-v", f"{CONTINUES}={after}") if after else ()
+        return (
+            *("qsub", "-terse", "-N", name if name[0].isalpha() else f"job-{name}", *dependency),
+            *("-S", "/bin/bash", "-o", str(self.script_log(request.log_dir)), "-j", "y"),
+            # -notify: SIGUSR2, with which this package drains a job, before SIGKILL.
+            *("-notify", "-r", "y" if settings.requeue else "n"),
+            *(("-pe", environment, str(request.num_ranks)) if environment else ()),
+            *words_of(settings.options),
+            str(request.log_dir / SCRIPT),
+        )
 
     def programs(self) -> Path | None:
         """Return the folder of Grid Engine's programs, from the variables of a job."""
@@ -57,7 +50,7 @@ class GridEngineLauncher(BatchLauncher):
 
     def query(self, native_id: str) -> QueuedJob | None:
         """Return the state of a job."""
-        letters = _rows(self.call("qstat", "-u", "*")).get(native_id)
+        letters = _rows(self.call("qstat", "-u", _account())).get(native_id)
         if letters is None:
             return None
         if "E" in letters:  # its start failed

@@ -19,9 +19,9 @@ from pathlib import Path
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.launchers.allocation import AllocationLauncher
+from horovod_train.launch.launchers.allocation import AllocationLauncher, seconds
 from horovod_train.launch.launchers.gridengine import GridEngineLauncher
-from horovod_train.launch.mpi.start import mpi_of_engine, start_of
+from horovod_train.launch.mpi.start import mpi_of, start_of
 
 
 class GridEngineAllocationLauncher(AllocationLauncher):
@@ -58,14 +58,14 @@ class GridEngineAllocationLauncher(AllocationLauncher):
             )
         qrsh = request.log_dir / "qrsh"
         request = replace(request, remote_shell=(str(qrsh),))
-        plan = start_of(mpi_of_engine(), request, request.hosts).plan(request)
+        plan = start_of(mpi_of(request), request, request.hosts).plan(request)
         return replace(
             plan,
             argv=("/bin/sh", "-c", _unnotified(""), "sh", *plan.argv),
             files={**plan.files, qrsh: f"#!/bin/sh\n{_unnotified(_qrsh())}\n"},
         )
 
-    def time_limit_s(self, native_id: str) -> float | None:
+    def time_limit_s(self, native_id: str) -> float:
         """Return ``h_rt`` of the job or of its queue, whichever is less."""
         batch = GridEngineLauncher()
         requested = re.findall(r"\bh_rt=([^,\s]+)", batch.fields(native_id).get("hard resource_list", ""))
@@ -73,22 +73,7 @@ class GridEngineAllocationLauncher(AllocationLauncher):
         of_queue = (
             re.findall(r"^h_rt\s+([^,\s]+)", batch.call("qconf", "-sq", queue), re.MULTILINE) if queue else []
         )
-        limit_s = min(map(seconds, [*requested, *of_queue]), default=math.inf)
-        return None if math.isinf(limit_s) else limit_s
-
-
-def seconds(time: str) -> float:
-    """Return a time of Grid Engine or PBS in seconds.
-
-    >>> seconds("1:30:00"), seconds("90"), seconds("INFINITY")
-    (5400.0, 90.0, inf)
-    """
-    if not re.fullmatch(r"[\d:.]+", time):
-        return math.inf
-    total_s = 0.0
-    for part in time.split(":"):
-        total_s = 60 * total_s + float(part or 0)
-    return total_s
+        return min(map(seconds, [*requested, *of_queue]), default=math.inf)
 
 
 def _qrsh() -> str:

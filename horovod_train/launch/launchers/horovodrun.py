@@ -11,7 +11,7 @@ from horovod_train.launch.commands import find_program
 from horovod_train.launch.hosts.hostlist import as_argument
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
 from horovod_train.launch.mpi.orte import environment
-from horovod_train.launch.mpi.start import environment_of, mpi_of_engine
+from horovod_train.launch.mpi.start import environment_of, mpi_of
 
 BUILD = "run `horovod-train engine build`, or train in one process with -n 1"
 
@@ -42,7 +42,7 @@ class HorovodrunLauncher(SupervisedLauncher):
             argv += ["--network-interfaces", request.own_interface or "UNKNOWN"]
         env = {"PATH": programs_path()}
         if launch.controller == "mpi":
-            mpi = mpi_of_engine()
+            mpi = mpi_of(request)
             if not mpi.is_for_horovodrun:
                 raise LaunchError(
                     f"horovodrun starts ranks with Open MPI 4 only, and the engine uses {mpi}",

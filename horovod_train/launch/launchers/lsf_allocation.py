@@ -12,7 +12,7 @@ from horovod_train.launch.hosts.hostlist import Host, read_hostfile
 from horovod_train.launch.launchers.allocation import AllocationLauncher
 from horovod_train.launch.launchers.lsf import LsfLauncher
 from horovod_train.launch.mpi import jsrun
-from horovod_train.launch.mpi.start import mpi_of_engine, start_of, with_environment
+from horovod_train.launch.mpi.start import mpi_of, start_of, with_environment
 
 BLAUNCH = ("blaunch",)
 """LSF's remote shell."""
@@ -35,7 +35,7 @@ class LsfAllocationLauncher(AllocationLauncher):
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan: jsrun where it is installed with Spectrum MPI, else the process manager of MPI."""
-        mpi, request = mpi_of_engine(), replace(request, remote_shell=BLAUNCH)
+        mpi, request = mpi_of(request), replace(request, remote_shell=BLAUNCH)
         if mpi.name == "Spectrum MPI" and shutil.which("jsrun") is not None:
             return with_environment(mpi, jsrun.start(mpi, request, None)).plan(request)
         return start_of(mpi, request, request.hosts).plan(request)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
-from horovod_train.launch.mpi.start import mpi_of_engine, start_of
+from horovod_train.launch.mpi.start import mpi_of, start_of
 
 
 class MpirunLauncher(SupervisedLauncher):
@@ -24,5 +24,5 @@ class MpirunLauncher(SupervisedLauncher):
                 "the launcher 'mpirun' starts ranks for the MPI controller only",
                 hint="use launch.launcher: horovodrun with launch.controller: gloo",
             )
-        plan = start_of(mpi_of_engine(), request, request.hosts).plan(request)
+        plan = start_of(mpi_of(request), request, request.hosts).plan(request)
         return replace(plan, files={**request.files_for_ssh, **plan.files})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from pathlib import Path
 
 from horovod_train.errors import LaunchError
@@ -16,6 +15,7 @@ from horovod_train.launch.launchers.batch import (
     BatchState,
     How,
     QueuedJob,
+    words_of,
 )
 
 # Job states of PBS that are not "active": queued, held, waiting, in transit, moved, begun (arrays);
@@ -50,7 +50,7 @@ class PbsLauncher(BatchLauncher):
             *("-r", "y" if settings.requeue else "n"),
             *("-l", f"select={select(request)}"),
             *(("-l", "place=scatter") if settings.ranks_per_node else ()),
-            *(word for option in settings.options for word in shlex.split(option)),
+            *words_of(settings.options),
             # A script, instead of a program, would be run by a login shell, which signals would end.
             *("--", "/bin/bash", "-l", str(request.log_dir / SCRIPT)),
         )

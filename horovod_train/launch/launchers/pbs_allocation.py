@@ -5,14 +5,12 @@ Hosts are reached by ssh, because PBS's own remote shell (``pbs_tmrsh``) does no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import read_hostfile
-from horovod_train.launch.launchers.allocation import AllocationLauncher
-from horovod_train.launch.launchers.gridengine_allocation import seconds
+from horovod_train.launch.launchers.allocation import AllocationLauncher, seconds
 from horovod_train.launch.launchers.horovodrun import HorovodrunLauncher
 from horovod_train.launch.launchers.mpirun import MpirunLauncher
 from horovod_train.launch.launchers.pbs import PbsLauncher
@@ -34,7 +32,6 @@ class PbsAllocationLauncher(AllocationLauncher):
         is_mpi = request.job.launch.controller == "mpi"
         return (MpirunLauncher() if is_mpi else HorovodrunLauncher()).plan(request)
 
-    def time_limit_s(self, native_id: str) -> float | None:
+    def time_limit_s(self, native_id: str) -> float:
         """Return the walltime of the job."""
-        limit_s = seconds(PbsLauncher().fields(native_id).get("Resource_List.walltime", "INFINITY"))
-        return None if math.isinf(limit_s) else limit_s
+        return seconds(PbsLauncher().fields(native_id).get("Resource_List.walltime", "INFINITY"))

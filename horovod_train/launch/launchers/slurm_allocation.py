@@ -20,7 +20,7 @@ from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.launchers.allocation import AllocationLauncher
 from horovod_train.launch.launchers.slurm import SlurmLauncher
 from horovod_train.launch.mpi import srun
-from horovod_train.launch.mpi.start import LABEL, Start, mpi_of_engine, start_of, with_environment
+from horovod_train.launch.mpi.start import LABEL, Start, mpi_of, start_of, with_environment
 
 
 class SlurmAllocationLauncher(AllocationLauncher):
@@ -56,7 +56,7 @@ class SlurmAllocationLauncher(AllocationLauncher):
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan."""
         if request.job.launch.controller == "mpi":
-            return start_in_allocation(mpi_of_engine(), request).plan(request)
+            return start_in_allocation(mpi_of(request), request).plan(request)
         placed = [f"{host.name}:{host.num_ranks}" for host in request.hosts]
         return LaunchPlan(
             (

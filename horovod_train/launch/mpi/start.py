@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from horovod_train.errors import LaunchError
-from horovod_train.horovod.mpi import Mpi, installed_mpi
+from horovod_train.horovod.mpi import Mpi, find_mpi, installed_mpi
 from horovod_train.horovod.toolchain import programs_path
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import Host
@@ -56,13 +56,15 @@ ProcessManager = Callable[[Mpi, LaunchRequest, Sequence[Host] | None], Start]
 """Function of the MPI library, the request, and the hosts (None: the batch system knows them)."""
 
 
-def mpi_of_engine() -> Mpi:
-    """Return the MPI library with which the engine was installed.
+def mpi_of(request: LaunchRequest) -> Mpi:
+    """Return the MPI library that starts ranks: that of the engine, or of this machine for a container.
 
     Raises:
         LaunchError: There is no record of it, or the library no longer exists.
     """
     mpi = installed_mpi()
+    if mpi is None and request.job.launch.container is not None:
+        mpi = find_mpi()
     if mpi is None:
         raise LaunchError("the MPI library of the engine is unknown", hint=REBUILD)
     if not mpi.library.exists():

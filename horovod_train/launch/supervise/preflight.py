@@ -11,13 +11,16 @@ from horovod_train.checks.host_facts import HostFacts
 from horovod_train.checks.hosts import shared_memory
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError
+from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.agent import HostActions
+from horovod_train.launch.hosts.container import fingerprint_script, misfit
 from horovod_train.launch.hosts.host_group import HostConnection, HostGroup
 from horovod_train.launch.hosts.interfaces import Chosen, choose
-from horovod_train.launch.hosts.staging import pack_code, stage_files
+from horovod_train.launch.hosts.staging import folders_of, pack_code, stage_files
 from horovod_train.launch.hosts.transport import transport_variables
+from horovod_train.launch.mpi.start import mpi_of
 
 ANSWERS_APART_S = 5.0
 # Variables of this environment with these prefixes are passed to ranks on other hosts.
@@ -43,10 +46,9 @@ def prepare(
     descriptions = describe(hosts)
     check_shared_memory(hosts, descriptions)
     chosen: dict[str, Chosen] = {}
+    if request.is_remote or job.launch.container is not None:
+        check_software(hosts, request)
     if request.is_remote:
-        # Shipped code is identical on all hosts.
-        task = job.task if ":" in job.task and not job.launch.ship_code else None
-        check_fingerprints(hosts.each(HostActions.fingerprint, lambda _: {"task": task}))
         chosen = choose_interfaces(hosts, job, descriptions)
         check_clocks(descriptions, job.health.max_clock_offset_s)
         check_reach(hosts, chosen)
@@ -78,6 +80,34 @@ def prepare(
         }
 
     hosts.each(HostActions.put, put)
+
+
+def check_software(hosts: HostGroup, request: LaunchRequest) -> None:
+    """Compare the software of ranks between hosts, and that of a container with this machine's.
+
+    Raises:
+        LaunchError: It differs, or a container cannot be used.
+    """
+    job, container = request.job, request.job.launch.container
+    # Shipped code is identical on all hosts.
+    task = job.task if ":" in job.task and not job.launch.ship_code else None
+    script = ""
+    if container is not None:
+        script = fingerprint_script(container, folders_of(job, request.folder), task)
+    fingerprints = hosts.each(HostActions.fingerprint, lambda _: {"task": task, "script": script})
+    check_fingerprints(fingerprints)
+    if container is None:
+        return
+    inside, own = next(iter(fingerprints.values())), environment_fingerprint()
+    uses_mpi = job.launch.controller == "mpi" and request.num_ranks > 1
+    reasons = [misfit(mpi_of(request) if uses_mpi else None, inside["MPI library"])]
+    if inside["horovod_train code"] != own["horovod_train code"]:
+        reasons.append("horovod_train in the image is another version than on this machine")
+    if any(reasons):
+        raise LaunchError(
+            f"{container.image}: {'; '.join(filter(None, reasons))}",
+            hint="build the image with this version of horovod_train and the MPI library of the hosts",
+        )
 
 
 def describe(hosts: HostGroup) -> dict[str, HostFacts]:
@@ -191,8 +221,10 @@ def rank_variables(
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if not host.is_local:
         variables |= {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
-        variables["PATH"] = description.path
-    variables |= description.mpi_environment | transport_variables(description, interface)
+    if job.launch.container is None:
+        variables |= {} if host.is_local else {"PATH": description.path}
+        variables |= description.mpi_environment
+    variables |= transport_variables(description, interface)
     if not host.is_local:
         # The name by which the host was reached; its own name may be unknown to other hosts.
         variables["HOROVOD_TRAIN_HOST"] = host.name
