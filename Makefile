@@ -144,6 +144,7 @@ image: tools $(VENV)/installed-dev
 	@$(BIN)/python -m pytest -s -m image
 
 campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine mpis
+	@$(BIN)/python tests/support/mpis.py --force
 	@$(BIN)/python -m pytest -n 2 -m campaign
 	@[ -z "$(HIDDEN)" ] || $(MAKE) strangers
 

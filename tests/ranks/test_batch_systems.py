@@ -10,9 +10,10 @@ import pytest
 from support.checkpoints import arrays, newest
 from support.cluster import cluster
 from support.gridengine import GridEngine, gridengine_on
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, write_job
+from support.launching import BIN, PROGRAMS, write_job
 from support.mpis import each, programs_of
 from support.pbs import Pbs, pbs_on
+from support.waiting import wait_for_ranks
 
 from horovod_train.checkpoint.store import list_checkpoints
 
@@ -114,13 +115,6 @@ def job(system, name, dialect, tmp_path):
         )
 
     return write
-
-
-def wait_for_ranks(folder, num_ranks=2):
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(list(folder.glob("rank-*.txt"))) < num_ranks:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @each(["openmpi4", "openmpi5", "mpich4", "mpich5", "intel"], in_each_run=["mpich5"])

@@ -35,15 +35,20 @@ def job(folder, task="Noted", **sections):
     launch = {"num_ranks": 2, "launcher": "mpirun", "grace_s": 10, **sections.pop("launch", {})}
     return write_job(
         folder / "job.yaml",
-        task=f"{PROGRAMS / 'tasks.py'}:{task}",
-        task_args={"notes": str(folder), "pause_s": 0.02},
-        run_dir=str(folder / "runs"),
-        train={"epochs": 6, "batch_size_per_rank": 4},
-        optimizer={"name": "adam"},
-        checkpoint={"every_steps": 5, "keep_last": 100},
-        launch=launch,
-        **sections,
+        **{
+            "task": f"{PROGRAMS / 'tasks.py'}:{task}",
+            "task_args": {"notes": str(folder), "pause_s": 0.02},
+            "run_dir": str(folder / "runs"),
+            "train": {"epochs": 6, "batch_size_per_rank": 4},
+            "optimizer": {"name": "adam"},
+            "checkpoint": {"every_steps": 5, "keep_last": 100},
+            "launch": launch,
+            **sections,
+        },
     )
+
+
+ENDLESS = {"train": {"epochs": 5000, "batch_size_per_rank": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +115,58 @@ def test_two_hosts_train_and_nothing_is_left_on_them(tmp_path, hosts, mpi, progr
     assert done.returncode == 0, done.stderr
     assert arrays(newest(tmp_path, "test")) == undisturbed
     assert hosts.leftovers(within_s=10) == []
+
+
+@pytest.mark.campaign
+@each(OTHERS)
+def test_a_host_that_is_lost_is_named_and_nothing_is_left_on_it(tmp_path, hosts, mpi, programs):
+    launch = {"hosts": ["node1:1", "node2:1"], "num_ranks": None, "ssh": hosts.ssh, "host_timeout_s": 6.0}
+    path = job(tmp_path, launch=launch, **ENDLESS)
+    running = Running(tmp_path, path, 2, through=hosts.command, programs=programs)
+    hosts.network.set_link("node2", "down")
+    try:
+        wait_until(lambda: running.process.poll() is not None, 60)
+    finally:
+        hosts.network.set_link("node2", "up")
+    code, output = running.end(within_s=30)
+
+    assert code == 1
+    assert "node2" in output[output.rindex("error: ") :]
+    assert hosts.leftovers(within_s=30) == []
+
+
+@pytest.mark.campaign
+@each(OTHERS)
+def test_secrets_are_on_no_command_line_and_in_no_file(tmp_path, hosts, mpi, programs):
+    secrets = {"secrets": {"API_TOKEN": "env:MY_TOKEN"}}
+    launch = {"hosts": ["node1:1", "node2:1"], "num_ranks": None, "ssh": hosts.ssh, **secrets}
+    path = job(tmp_path, launch=launch, **ENDLESS)
+    token = {"MY_TOKEN": "s3cret-from-env"}
+    running = Running(tmp_path, path, 2, through=hosts.command, env=token, programs=programs)
+    processes = [psutil.Process(pid) for node in hosts.nodes.values() for pid in node.pids()]
+    commands = [" ".join(process.cmdline()) for process in processes]
+    ranks = [process.environ() for process in processes if "worker" in process.cmdline()]
+    running.process.terminate()
+    code, output = running.end()
+
+    assert code == 75
+    assert [rank.get("API_TOKEN") for rank in ranks] == ["s3cret-from-env"] * 2
+    assert not any("s3cret" in text for text in [*commands, output])
+    assert not any(b"s3cret" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
+@pytest.mark.campaign
+@each(OTHERS)
+def test_a_frozen_rank_is_named_and_the_job_is_ended(tmp_path, mpi, programs):
+    health = {"stall_warning_s": 3.0, "stall_shutdown_s": 6.0}
+    running = Running(tmp_path, job(tmp_path, health=health, **ENDLESS), 2, programs=programs)
+    running.ranks[1].suspend()
+    wait_until(lambda: running.process.poll() is not None, 60)
+    code, output = running.end(within_s=5)
+
+    assert code == 1
+    error = output[output.rindex("error: ") :]
+    assert re.search(r"rank [01] on .* shows no sign of life; the job was ended", error), error
 
 
 @each(OTHERS, in_each_run=("mpich5",))

@@ -8,10 +8,11 @@ import time
 
 import pytest
 from support.cluster import cluster
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, mostly, write_job
+from support.launching import BIN, PROGRAMS, mostly, write_job
 from support.mpis import programs_of
 from support.service import SUBMIT, Service
 from support.slurm import slurm_on
+from support.waiting import wait_for_ranks
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
 
@@ -77,13 +78,6 @@ def slow(folder, controller, **sections):
         task_args={"notes": str(folder), "pause_s": 0.05},
         **{"train": {"epochs": 500, "batch_size_per_rank": 4}, **sections},
     )
-
-
-def wait_for_ranks(folder, num_ranks=2):
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(list(folder.glob("rank-*.txt"))) < num_ranks:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @mostly("mpi")
