@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from horovod_train.horovod.launched import number_of
+
 NUM_SAMPLES = 4096
 
 
@@ -29,10 +31,8 @@ class Timed:
 
     def _write(self) -> None:
         target = os.environ.get("BENCH_OUT")
-        rank = os.environ.get(
-            "HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))
-        )
-        if target and rank == "0":
+        rank = number_of(os.environ, "rank", alone=int(os.environ.get("RANK", "0")))
+        if target and rank == 0:
             Path(target).write_text(json.dumps(self._starts))
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:

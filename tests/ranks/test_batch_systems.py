@@ -10,7 +10,7 @@ import pytest
 from support.checkpoints import arrays, newest
 from support.cluster import cluster
 from support.gridengine import GridEngine, gridengine_on
-from support.launching import BIN, PROGRAMS, write_job
+from support.launching import PROGRAMS, write_job
 from support.mpis import each, programs_of
 from support.pbs import Pbs, pbs_on
 from support.waiting import wait_for_ranks
@@ -78,16 +78,7 @@ def still_there(system):
 
 @pytest.fixture
 def ask(system, tmp_path):
-    """Call horovod-train on the login host; returns its output and exit code."""
-
-    def call(*arguments, check=True, programs=BIN):
-        variables = {**system.variables, "XDG_STATE_HOME": str(tmp_path / "state")}
-        command = [str(programs / "horovod-train"), *arguments]
-        done = system.cluster.on_login(*command, cwd=tmp_path, env=variables)
-        assert not check or done.returncode == 0, done.stdout + done.stderr
-        return done
-
-    return call
+    return system.cluster.cli(tmp_path, system.variables)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 
 import pytest
@@ -42,16 +41,7 @@ def still_there(slurm):
 
 @pytest.fixture
 def ask(slurm, tmp_path):
-    """Call horovod-train on the login host; returns its output and exit code."""
-
-    def call(*arguments, check=True, programs=BIN):
-        variables = {**slurm.variables, "XDG_STATE_HOME": str(tmp_path / "state")}
-        command = [str(programs / "horovod-train"), *arguments]
-        done = slurm.cluster.on_login(*command, cwd=tmp_path, env=variables)
-        assert not check or done.returncode == 0, done.stdout + done.stderr
-        return done
-
-    return call
+    return slurm.cluster.cli(tmp_path, slurm.variables)
 
 
 def job(folder, controller, **sections):
@@ -154,32 +144,6 @@ def test_a_job_started_by_srun_alone_is_requeued_when_its_time_is_over(tmp_path,
 
     assert waited.returncode == 0, ask("logs", job_id).stdout[-3000:]
     assert "resumed from" in ask("logs", job_id).stdout
-
-
-@pytest.mark.campaign
-@ALONE
-def test_a_node_that_dies_under_a_job_started_by_srun_alone_is_named(tmp_path, ask, slurm, mpi):
-    programs = programs_of(mpi)
-    path = alone(
-        tmp_path,
-        train={"epochs": 500, "batch_size_per_rank": 4},
-        launch={"host_timeout_s": 8.0},
-        slurm={"mpi": "srun", "requeue": False},
-    )
-    job_id = ask("submit", str(path), programs=programs).stdout.strip()
-    wait_for_ranks(tmp_path)
-    script_host = slurm.ask("scontrol", "show", "job", native_id(tmp_path, job_id))
-    (other,) = {"node1", "node2"} - set(re.findall(r"BatchHost=(\S+)", script_host))
-    slurm.kill(other)
-    try:
-        waited = ask("wait", job_id, check=False, programs=programs)
-    finally:
-        slurm.cluster.start_sshd(other)
-        slurm.start(other)
-        slurm.wait_for_nodes()
-
-    assert waited.returncode != 0
-    assert other in waited.stdout, ask("logs", job_id).stdout[-3000:]
 
 
 def native_id(folder, job_id):

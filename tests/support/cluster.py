@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.launching import TIMEOUT_S, environment
+from support.launching import BIN, TIMEOUT_S, environment
 from support.namespaces import Network, network, pids_in, run, why_not
 
 NEEDS = ("sshd", "ssh-keygen", "unshare", "nsenter")
 ROOT = Path(__file__).parents[2]
+Done = subprocess.CompletedProcess[str]
 
 
 @dataclass
@@ -88,6 +89,21 @@ class Cluster:
             timeout=timeout_s,
             check=False,
         )
+
+    def cli(
+        self, folder: Path, variables: Mapping[str, str]
+    ) -> Callable[..., subprocess.CompletedProcess[str]]:
+        """Return a function that calls ``horovod-train`` in a folder on the login host."""
+
+        def call(
+            *arguments: str, check: bool = True, programs: Path = BIN
+        ) -> subprocess.CompletedProcess[str]:
+            own = {**variables, "XDG_STATE_HOME": str(folder / "state")}
+            done = self.on_login(str(programs / "horovod-train"), *arguments, cwd=folder, env=own)
+            assert not check or done.returncode == 0, done.stdout + done.stderr
+            return done
+
+        return call
 
     def leftovers(self, within_s: float = 0.0) -> list[str]:
         """Processes that are left on any host, given some time to end."""

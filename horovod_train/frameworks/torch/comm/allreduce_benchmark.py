@@ -2,7 +2,7 @@
 
     python -m horovod_train.frameworks.torch.comm.allreduce_benchmark      on every rank, under any launcher
 
-Rank 0 reports the median time of each size as an event. Under Open MPI's launcher, the benchmark includes
+Rank 0 reports the median time of each size as an event. With the MPI controller, the benchmark includes
 mpi4py, and rank 0 also reports the time that each pair of hosts needs to exchange a message.
 """
 
@@ -51,7 +51,7 @@ def main() -> None:
     if (device := choose_device(job, world)).type == "cuda":
         times += measure(world, "nccl", horovod_sum(world, device))
     pairs: list[PairTime] = []
-    if os.environ.get("OMPI_COMM_WORLD_SIZE"):
+    if tensor_communicator(world).is_over_mpi:
         communicator = mpi_communicator()
         times += measure(world, "mpi4py", mpi_sum(communicator))
         pairs = exchange_in_pairs(world, communicator)
