@@ -143,7 +143,7 @@ test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine $(MPIS)/ope
 image: tools $(VENV)/installed-dev
 	@$(BIN)/python -m pytest -s -m image
 
-campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine mpis
+campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python tests/support/mpis.py --force
 	@$(BIN)/python -m pytest -n 2 -m campaign
 	@[ -z "$(HIDDEN)" ] || $(MAKE) strangers

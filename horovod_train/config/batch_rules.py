@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 
+from horovod_train.config.fields import is_command
 from horovod_train.config.schema import Job
 from horovod_train.errors import Problem
 
@@ -54,9 +54,7 @@ def options_can_be_split(job: Job) -> Iterator[Problem]:
     options |= {"container": launch.container.options} if launch.container is not None else {}
     for name, found in options.items():
         for option in found:
-            try:
-                shlex.split(option)
-            except ValueError:
+            if not is_command(option):
                 yield Problem(f"launch.{name}.options", repr(option), "cannot be split", "close its quotes")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -26,6 +28,26 @@ def name_of(entry: str) -> str:
 def slots_of(entry: str) -> int:
     """Return the number of slots in ``host:slots``."""
     return int(entry.rpartition(":")[2])
+
+
+def words_of(options: Iterable[str]) -> tuple[str, ...]:
+    """Return options with their values as arguments of a command, split as a shell does.
+
+    Raises:
+        ValueError: An option has an unclosed quote.
+
+    >>> words_of(["-q gpu", "-P 'my project'"])
+    ('-q', 'gpu', '-P', 'my project')
+    """
+    return tuple(word for option in options for word in shlex.split(option))
+
+
+def is_command(text: str) -> bool:
+    """Return whether a text can be split into a program and arguments."""
+    try:
+        return bool(words_of([text]))
+    except ValueError:
+        return False
 
 
 Fraction = Annotated[float, Field(gt=0, le=1)]

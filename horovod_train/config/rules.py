@@ -5,7 +5,6 @@ A rule checks a whole job and yields problems. To add a rule, write a function, 
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 
 from horovod_train.config.batch_rules import BATCH_RULES
 from horovod_train.config.codecs import arguments_of
-from horovod_train.config.fields import name_of, slots_of
+from horovod_train.config.fields import is_command, name_of, slots_of
 from horovod_train.config.kubernetes_rules import kubernetes_rules
 from horovod_train.config.lr_rules import CODE_TABLES, LR_RULES
 from horovod_train.config.path_rules import code_files_exist, folders_are_valid
@@ -126,14 +125,6 @@ def elastic_is_supported(job: Job) -> Iterator[Problem]:
             "would start from the beginning whenever hosts change",
             "use auto with elastic",
         )
-
-
-def is_command(text: str) -> bool:
-    """Return whether a text can be split into a program and arguments."""
-    try:
-        return bool(shlex.split(text))
-    except ValueError:
-        return False
 
 
 def host_settings_belong_to_hosts(job: Job) -> Iterator[Problem]:

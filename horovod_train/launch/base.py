@@ -42,7 +42,7 @@ class LaunchRequest:
         program: Python module and arguments of a rank; empty: the worker.
         num_wanted: Requested number of ranks, if the job may start with fewer; None: ``num_ranks``.
         is_once: The run is not started if it has been started before.
-        remote_shell: Command prefix, without the host, that runs a command on another host; empty: ssh.
+        own_remote_shell: The value of ``remote_shell``, if it is not ssh.
     """
 
     job: Job
@@ -54,7 +54,7 @@ class LaunchRequest:
     program: tuple[str, ...] = ()
     num_wanted: int | None = None
     is_once: bool = False
-    remote_shell: tuple[str, ...] = ()
+    own_remote_shell: tuple[str, ...] = ()
 
     @property
     def log_dir(self) -> Path:
@@ -88,9 +88,9 @@ class LaunchRequest:
         return any(not host.is_local for host in self.hosts)
 
     @property
-    def ssh(self) -> tuple[str, ...]:
-        """Program and options that run a command on another host, which is appended with its arguments."""
-        return self.remote_shell or ("ssh", "-F", str(self.ssh_config))
+    def remote_shell(self) -> tuple[str, ...]:
+        """Command prefix that runs a command on another host; the host and the command are appended to it."""
+        return self.own_remote_shell or ("ssh", "-F", str(self.ssh_config))
 
     @property
     def ssh_config(self) -> Path:

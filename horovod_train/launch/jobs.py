@@ -227,7 +227,6 @@ class StateFile:
         on_change: Callable[[State, str], None] = lambda *_: None,
     ) -> None:
         self._path = log_dir / STATE_FILE
-        self._cancelled = log_dir / CANCELLED_FILE
         self._warn = warn
         self._on_change = on_change
         self._last_change: tuple[State, str] | None = None
@@ -276,7 +275,7 @@ class StateFile:
         if not isinstance(error, HorovodTrainError):
             self.write("failed", 1, f"{type(error).__name__}: {error}", "other")
         elif isinstance(error, PreemptedError):
-            if self._cancelled.exists():
+            if was_cancelled(self._path.parent):
                 error.exit_code = exit_code_of(signal.SIGTERM)
             self.write("cancelled" if error.exit_code > 128 else "preempted", error.exit_code, error.message)
         else:

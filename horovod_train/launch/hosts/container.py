@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
+from horovod_train.config.fields import words_of
 from horovod_train.config.launch import Container
 from horovod_train.horovod.mpi import Mpi
 
@@ -43,12 +44,11 @@ def in_container(container: Container, folders: Iterable[Path | str], command: I
         command: Program and arguments.
     """
     binds = [part for bind in container.binds for part in ("--bind", bind)]
-    own = [word for option in container.options for word in shlex.split(option)]
     return _SCRIPT.format(
         unset=" ".join(_OF_THE_HOST),
         folders=shlex.join(dict.fromkeys(map(str, folders))),
         start=f"{container.runtime} exec",
-        options=shlex.join([*binds, *own, container.image]),
+        options=shlex.join([*binds, *words_of(container.options), container.image]),
         command=shlex.join(command),
     )
 

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Timer
 from time import time
 
@@ -16,6 +17,7 @@ import psutil
 from horovod_train.errors import LaunchError, PreemptedError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
+from horovod_train.launch.hosts.hostlist import read_hostfile
 from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.launchers.batch import BatchLauncher
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
@@ -26,9 +28,11 @@ class AllocationLauncher(SupervisedLauncher):
 
     Attributes:
         batch: Launcher that submits jobs to the same batch system.
+        hosts_variable: Environment variable with the path of the file that lists a host for each rank.
     """
 
     batch: type[BatchLauncher]
+    hosts_variable = ""
 
     def hosts(self, environ: Mapping[str, str]) -> list[str]:
         """Return the nodes of the allocation as ``host:slots``.
@@ -36,7 +40,9 @@ class AllocationLauncher(SupervisedLauncher):
         Raises:
             LaunchError: This process has no allocation.
         """
-        raise NotImplementedError
+        if self.batch.id_variable not in environ or self.hosts_variable not in environ:
+            raise self.no_allocation()
+        return read_hostfile(Path(environ[self.hosts_variable]))
 
     def time_limit_s(self, native_id: str) -> float:
         """Return the time limit of a job, in seconds since its start.
@@ -78,16 +84,16 @@ class AllocationLauncher(SupervisedLauncher):
         )
 
 
-def seconds(time: str) -> float:
+def seconds(text: str) -> float:
     """Return a time of Grid Engine or PBS in seconds.
 
     >>> seconds("1:30:00"), seconds("90"), seconds("INFINITY")
     (5400.0, 90.0, inf)
     """
-    if not re.fullmatch(r"[\d:.]+", time):
+    if not re.fullmatch(r"[\d:.]+", text):
         return math.inf
     total_s = 0.0
-    for part in time.split(":"):
+    for part in text.split(":"):
         total_s = 60 * total_s + float(part or 0)
     return total_s
 

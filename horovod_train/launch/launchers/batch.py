@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,8 @@ class QueuedJob:
     """State of a job in a batch system.
 
     Attributes:
-        state: waiting: in the queue; active: has nodes; ending: has nodes, and its script has ended.
+        state: waiting: in the queue; active: has nodes; ending: has nodes, and its script has ended;
+            cancelled, ended: has left the queue, and the batch system still knows it.
         shown: State in the words of the batch system.
         reason: Reason for which the job waits; may be empty.
     """
@@ -47,15 +48,6 @@ class QueuedJob:
     state: BatchState
     shown: str
     reason: str = ""
-
-
-def words_of(options: Iterable[str]) -> tuple[str, ...]:
-    """Return options with their values, as arguments of a command.
-
-    >>> words_of(["-q gpu", "-P 'my project'"])
-    ('-q', 'gpu', '-P', 'my project')
-    """
-    return tuple(word for option in options for word in shlex.split(option))
 
 
 class BatchLauncher(PolledLauncher):

@@ -7,9 +7,10 @@ import pwd
 import re
 from pathlib import Path
 
+from horovod_train.config.fields import words_of
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchRequest
-from horovod_train.launch.launchers.batch import CONTINUES, SCRIPT, BatchLauncher, How, QueuedJob, words_of
+from horovod_train.launch.launchers.batch import CONTINUES, SCRIPT, BatchLauncher, How, QueuedJob
 
 
 class GridEngineLauncher(BatchLauncher):
@@ -54,10 +55,10 @@ class GridEngineLauncher(BatchLauncher):
         if letters is None:
             return None
         if "E" in letters:  # its start failed
-            reason = next(
-                iter(re.findall(r"error reason\s+\d+:\s*(.*)", self.call("qstat", "-j", native_id))), ""
+            found = re.search(r"error reason\s+\d+:\s*(.*)", self.call("qstat", "-j", native_id))
+            return QueuedJob(
+                "waiting", letters, f"state {letters}: {found[1] if found else 'its start failed'}"
             )
-            return QueuedJob("waiting", letters, f"state {letters}: {reason or 'its start failed'}")
         if "q" in letters:
             return QueuedJob("waiting", letters, f"state {letters}")
         return QueuedJob("active", letters)

@@ -57,7 +57,7 @@ class GridEngineAllocationLauncher(AllocationLauncher):
                 hint="use launch.controller: mpi",
             )
         qrsh = request.log_dir / "qrsh"
-        request = replace(request, remote_shell=(str(qrsh),))
+        request = replace(request, own_remote_shell=(str(qrsh),))
         plan = start_of(mpi_of(request), request, request.hosts).plan(request)
         return replace(
             plan,

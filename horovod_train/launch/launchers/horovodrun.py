@@ -50,5 +50,5 @@ class HorovodrunLauncher(SupervisedLauncher):
                 )
             env |= environment_of(mpi) | environment(request)
         if request.is_remote:
-            env["HOROVOD_SSH"] = shlex.join(request.ssh)
+            env["HOROVOD_SSH"] = shlex.join(request.remote_shell)
         return LaunchPlan((*argv, request.rank_command), env, request.files_for_ssh)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
-from horovod_train.launch.hosts.hostlist import Host, read_hostfile
+from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.launchers.allocation import AllocationLauncher
 from horovod_train.launch.launchers.lsf import LsfLauncher
 from horovod_train.launch.mpi import jsrun
@@ -22,12 +20,7 @@ class LsfAllocationLauncher(AllocationLauncher):
     """Launcher that starts ranks in an LSF job. LSF sends SIGUSR1 before its time limit."""
 
     batch = LsfLauncher
-
-    def hosts(self, environ: Mapping[str, str]) -> list[str]:
-        """Return the hosts of the job as ``host:slots``, from the file in ``LSB_DJOB_HOSTFILE``."""
-        if "LSB_JOBID" not in environ or "LSB_DJOB_HOSTFILE" not in environ:
-            raise self.no_allocation()
-        return read_hostfile(Path(environ["LSB_DJOB_HOSTFILE"]))
+    hosts_variable = "LSB_DJOB_HOSTFILE"
 
     def shell(self, request: LaunchRequest, host: Host) -> list[str]:
         """Return the command prefix that runs a command on a host of the job."""
@@ -35,7 +28,7 @@ class LsfAllocationLauncher(AllocationLauncher):
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan: jsrun where it is installed with Spectrum MPI, else the process manager of MPI."""
-        mpi, request = mpi_of(request), replace(request, remote_shell=BLAUNCH)
+        mpi, request = mpi_of(request), replace(request, own_remote_shell=BLAUNCH)
         if mpi.name == "Spectrum MPI" and shutil.which("jsrun") is not None:
             return with_environment(mpi, jsrun.start(mpi, request, None)).plan(request)
         return start_of(mpi, request, request.hosts).plan(request)

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from horovod_train.config.fields import words_of
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.launchers.batch import (
@@ -15,7 +16,6 @@ from horovod_train.launch.launchers.batch import (
     BatchState,
     How,
     QueuedJob,
-    words_of,
 )
 
 # Job states of PBS that are not "active": queued, held, waiting, in transit, moved, begun (arrays);

@@ -5,11 +5,7 @@ Hosts are reached by ssh, because PBS's own remote shell (``pbs_tmrsh``) does no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
-from horovod_train.launch.hosts.hostlist import read_hostfile
 from horovod_train.launch.launchers.allocation import AllocationLauncher, seconds
 from horovod_train.launch.launchers.horovodrun import HorovodrunLauncher
 from horovod_train.launch.launchers.mpirun import MpirunLauncher
@@ -20,12 +16,7 @@ class PbsAllocationLauncher(AllocationLauncher):
     """Launcher that starts ranks in a PBS job: with mpirun, or with horovodrun for the Gloo controller."""
 
     batch = PbsLauncher
-
-    def hosts(self, environ: Mapping[str, str]) -> list[str]:
-        """Return the hosts of the job as ``host:slots``, from the file in ``PBS_NODEFILE``."""
-        if "PBS_JOBID" not in environ or "PBS_NODEFILE" not in environ:
-            raise self.no_allocation()
-        return read_hostfile(Path(environ["PBS_NODEFILE"]))
+    hosts_variable = "PBS_NODEFILE"
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan."""

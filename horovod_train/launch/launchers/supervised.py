@@ -44,7 +44,7 @@ class SupervisedLauncher(PolledLauncher):
 
     def shell(self, request: LaunchRequest, host: Host) -> list[str]:
         """Return the command prefix that runs a command on a host; the command is appended to it."""
-        return [*request.ssh, host.name]
+        return [*request.remote_shell, host.name]
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
         """Start the ranks, supervise them until all have exited, and return the exit code of the job.

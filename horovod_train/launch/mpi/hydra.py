@@ -57,7 +57,7 @@ def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
             argv += ["-hosts", as_argument(hosts)]
             argv += ["-localhost", next((host.name for host in hosts if host.is_local), "localhost")]
         ssh = request.log_dir / "ssh"
-        files[ssh] = _SSH.format(ssh=shlex.join(request.ssh), stage=shlex.quote(request.stage))
+        files[ssh] = _SSH.format(ssh=shlex.join(request.remote_shell), stage=shlex.quote(request.stage))
         bootstrap = "bootstrap" if is_intel else "launcher"
         argv += [f"-{bootstrap}", "ssh", f"-{bootstrap}-exec", str(ssh)]
         argv += ["-iface", request.own_interface] if request.own_interface else []

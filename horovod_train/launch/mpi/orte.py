@@ -53,7 +53,7 @@ def environment(request: LaunchRequest) -> dict[str, str]:
     # Horovod's background thread polls MPI, and must yield if it shares a core with a compute thread.
     settings = {"OMPI_MCA_mpi_yield_when_idle": "1", **open_mpi_without_ssh()}
     if request.is_remote:
-        settings["OMPI_MCA_plm_rsh_agent"] = shlex.join(request.ssh)
+        settings["OMPI_MCA_plm_rsh_agent"] = shlex.join(request.remote_shell)
         settings["OMPI_MCA_orte_launch_agent"] = f"{request.stage}/daemon orted"
     else:
         settings |= {"OMPI_MCA_oob_tcp_if_include": "lo", **on_loopback(os.environ)}

@@ -39,7 +39,7 @@ def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
     ]
     env = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     if request.is_remote:
-        env["PRTE_MCA_plm_ssh_agent"] = shlex.join(request.ssh)
+        env["PRTE_MCA_plm_ssh_agent"] = shlex.join(request.remote_shell)
         env["PRTE_MCA_prte_launch_agent"] = f"{request.stage}/daemon prted"
     else:
         env |= on_loopback(os.environ)

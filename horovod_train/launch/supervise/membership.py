@@ -30,7 +30,7 @@ class Membership:
 
     def __init__(self, request: LaunchRequest, elastic: Elastic, report: Report) -> None:
         self._launch = request.job.launch
-        self._ssh = request.ssh
+        self._ssh = request.remote_shell
         self._elastic = elastic
         self._report = report
         self._not_before_s: dict[str, float] = {}

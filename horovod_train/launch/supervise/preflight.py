@@ -222,7 +222,8 @@ def rank_variables(
     if not host.is_local:
         variables |= {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
     if job.launch.container is None:
-        variables |= {} if host.is_local else {"PATH": description.path}
+        if not host.is_local:
+            variables["PATH"] = description.path
         variables |= description.mpi_environment
     variables |= transport_variables(description, interface)
     if not host.is_local:
