@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from horovod_train.config.fields import is_command
@@ -33,12 +34,15 @@ def batch_jobs_keep_their_nodes(job: Job) -> Iterator[Problem]:
 def batch_job_is_no_array(job: Job) -> Iterator[Problem]:
     """Refuse options that submit a job array, whose jobs would all be the same run."""
     launch = job.launch
-    options = {"slurm": [f"--{name}" for name in launch.slurm.options]}
-    options |= {"pbs": launch.pbs.options, "gridengine": launch.gridengine.options}
-    arrays = {"slurm": "--array", "pbs": "-J", "gridengine": "-t"}
-    for name, found in options.items():
-        for option in found:
-            if option.split()[0] == arrays[name]:
+    slurm = [f"--{name}" for name in launch.slurm.options]
+    for name, options, array in (
+        ("slurm", slurm, r"--array"),
+        ("pbs", launch.pbs.options, r"-J"),
+        ("gridengine", launch.gridengine.options, r"-t\s"),
+        ("lsf", launch.lsf.options, r"-J.*\["),
+    ):
+        for option in options:
+            if re.match(array, option):
                 yield Problem(
                     f"launch.{name}.options",
                     repr(option),
@@ -71,26 +75,26 @@ def slurm_interface_has_an_effect(job: Job) -> Iterator[Problem]:
 
 
 def gridengine_places_ranks(job: Job) -> Iterator[Problem]:
-    """Require a parallel environment for several ranks, which are started by MPI."""
+    """Require a parallel environment for several ranks."""
     launch = job.launch
-    if batch_system_of(job) != "gridengine":
-        return
-    if (
-        launch.launcher == "gridengine"
-        and launch.most_ranks > 1
-        and not launch.gridengine.parallel_environment
-    ):
+    is_placed = launch.most_ranks == 1 or launch.gridengine.parallel_environment is not None
+    if launch.launcher == "gridengine" and not is_placed:
         yield Problem(
             "launch.gridengine.parallel_environment",
             "null",
             f"is needed for {launch.most_ranks} ranks",
             "use one of the parallel environments that `qconf -spl` prints",
         )
-    if launch.controller != "mpi":
+
+
+def batch_system_supports_controller(job: Job) -> Iterator[Problem]:
+    """Refuse Gloo where only the process managers of MPI start ranks."""
+    name = batch_system_of(job)
+    if name in ("gridengine", "lsf") and job.launch.controller != "mpi":
         yield Problem(
             "launch.controller",
-            repr(launch.controller),
-            "is not available in Grid Engine, which starts one process on each host",
+            repr(job.launch.controller),
+            f"is not available in {BATCH_SYSTEMS[name]}, where MPI starts the ranks",
             "use mpi",
         )
 
@@ -112,5 +116,6 @@ BATCH_RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     options_can_be_split,
     slurm_interface_has_an_effect,
     gridengine_places_ranks,
+    batch_system_supports_controller,
     container_runs_on_hosts,
 )

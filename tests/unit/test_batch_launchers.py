@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import subprocess
@@ -240,6 +241,26 @@ class TestAJobThatIsOutOfTime:
             signal.signal(signal.SIGUSR1, before)
 
         assert received_s[0] - begun_s >= after_s - 0.01
+
+    @pytest.mark.parametrize(
+        ("limit_s", "grace_s", "after_s"),
+        [(3600.0, 30.0, 3470.0), (130.0, 30.0, 15.0), (120.0, 30.0, 10.0), (90.0, 30.0, 0.0)],
+    )
+    def test_is_given_the_grace_period_or_half_of_what_is_left(self, monkeypatch, limit_s, grace_s, after_s):
+        started = []
+
+        class Timer:
+            def __init__(self, seconds, *_):
+                started.append(seconds)
+
+            start = cancel = lambda _: None
+
+        monkeypatch.setattr(allocation, "_age_s", lambda: 100.0)
+        monkeypatch.setattr(allocation, "Timer", Timer)
+        with allocation._notified(limit_s, grace_s), allocation._notified(math.inf, grace_s):
+            pass
+
+        assert started == [after_s]
 
     def test_is_started_although_its_time_limit_is_unknown(self, tmp_path, printing, monkeypatch):
         printing(PbsLauncher, qstat=LaunchError("qstat: no server"))

@@ -250,8 +250,32 @@ SAID = [
     (
         {"launch": {"launcher": "gridengine-allocation", "controller": "gloo"}},
         "launch.controller = 'gloo'",
-        "is not available in Grid Engine, which starts one process on each host",
+        "is not available in Grid Engine, where MPI starts the ranks",
         "use mpi",
+    ),
+    (
+        {"launch": {"launcher": "lsf-allocation", "controller": "gloo"}},
+        "launch.controller = 'gloo'",
+        "is not available in LSF, where MPI starts the ranks",
+        "use mpi",
+    ),
+    (
+        {"launch": {"pbs": {"options": ["-J1-4"]}}},
+        "launch.pbs.options = '-J1-4'",
+        "submits a job array, and each of its jobs would be this run",
+        "call `horovod-train run --launcher pbs-allocation` in a batch script of yours",
+    ),
+    (
+        {"launch": {"gridengine": {"options": ["-t 1-4", "-tc 2"]}}},
+        "launch.gridengine.options = '-t 1-4'",
+        "submits a job array, and each of its jobs would be this run",
+        "call `horovod-train run --launcher gridengine-allocation` in a batch script of yours",
+    ),
+    (
+        {"launch": {"lsf": {"options": ["-J x", "-J x[1-4]"]}}},
+        "launch.lsf.options = '-J x[1-4]'",
+        "submits a job array, and each of its jobs would be this run",
+        "call `horovod-train run --launcher lsf-allocation` in a batch script of yours",
     ),
     (
         {"launch": {"container": {"image": "/a.sif"}, "launcher": "mpijob"}},

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.launchers.allocation import AllocationLauncher, seconds
@@ -46,16 +45,7 @@ class GridEngineAllocationLauncher(AllocationLauncher):
         return ["/bin/sh", "-c", _unnotified(_qrsh()), "sh", host.name]
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Return the plan.
-
-        Raises:
-            LaunchError: The job requests the Gloo controller.
-        """
-        if request.job.launch.controller != "mpi":
-            raise LaunchError(
-                "the launcher 'gridengine-allocation' starts ranks for the MPI controller only",
-                hint="use launch.controller: mpi",
-            )
+        """Return the plan."""
         qrsh = request.log_dir / "qrsh"
         request = replace(request, own_remote_shell=(str(qrsh),))
         plan = start_of(mpi_of(request), request, request.hosts).plan(request)
