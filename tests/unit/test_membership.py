@@ -33,7 +33,7 @@ def membership(tmp_path, monkeypatch):
         job = Job.model_validate({"name": "j", "task": "digits", "launch": launch})
         make.request = request = LaunchRequest(job, "run", tmp_path, tmp_path)
         request.log_dir.mkdir(exist_ok=True)
-        monkeypatch.setattr(LaunchRequest, "ssh", SSH)
+        monkeypatch.setattr(LaunchRequest, "remote_shell", SSH)
         return Membership(request, elastic, print)
 
     return make

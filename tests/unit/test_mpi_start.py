@@ -103,6 +103,7 @@ class TestHydra:
         assert f"-machinefile {request.log_dir}/machinefile -bootstrap ssh -bootstrap-exec" in text
         assert found.files[request.log_dir / "machinefile"] == "a:1\nb:2\n"
         assert found.env["I_MPI_PIN"] == "0"
+        assert found.env["I_MPI_THREAD_YIELD"] == "2"
         assert found.env["I_MPI_ROOT"] == str(programs.parent)
 
     def test_knows_the_hosts_of_an_allocation_itself(self, tmp_path, programs):

@@ -33,6 +33,14 @@ host=$1; shift
 exec {ssh} "$host" {stage}/daemon "$@"
 """
 
+_INTEL = {
+    "I_MPI_PIN": "0",
+    # SIGVTALRM instead of SIGKILL for the other ranks, to tell them from the one that was killed first.
+    "I_MPI_JOB_ABORT_SIGNAL": str(int(SIGVTALRM)),
+    # Horovod's background thread polls MPI, and must yield if it shares a core with a compute thread.
+    "I_MPI_THREAD_YIELD": "2",
+}
+
 
 def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Start:
     """Return a start by Hydra."""
@@ -43,8 +51,7 @@ def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
         *("-n", str(request.num_ranks)),
         *(() if is_intel else ("-bind-to", "none")),
     ]
-    # SIGVTALRM instead of SIGKILL for the other ranks, to tell them from the one that was killed first.
-    env = {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": str(int(SIGVTALRM))} if is_intel else {}
+    env = _INTEL if is_intel else {}
     files: dict[Path, str] = {}
     if hosts is None:
         return Start(argv, env)
