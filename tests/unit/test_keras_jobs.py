@@ -88,6 +88,44 @@ model.fit(batches(), verbose=0)
 assert is_new_memory(16)  # larger: what was kept until now may be given again
 """
 )
+EXIT = (
+    PRELUDE
+    + """
+import sys, time
+from itertools import count
+from horovod_train.frameworks.keras.stream import open_dataset
+
+def batches():
+    for number in count():
+        time.sleep(0.1 if number > 4 else 0)  # longer than a step: a thread reads ahead when the step ends
+        yield np.ones((4, 5), np.float32), np.ones((4, 1), np.float32)
+
+class Fails(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            raise ValueError("in a callback")
+
+    on_test_batch_end = on_train_batch_end
+
+if "unfiltered" in sys.argv:
+    keras.config.disable_traceback_filtering()
+model = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+def attempt():
+    try:
+        with open_dataset(batches()) as data:
+            if "evaluate" in sys.argv:
+                model.evaluate(data, verbose=0, steps=20, callbacks=[Fails()])
+            else:
+                model.fit(data, verbose=0, steps_per_epoch=20, callbacks=[Fails()])
+    except ValueError as error:
+        if "kept" in sys.argv:
+            sys.kept = error
+        return str(error)
+
+print(attempt())
+"""
+)
 COMPILE = (
     PRELUDE
     + """
@@ -178,9 +216,9 @@ assert first != second, "ranks that use different experts must not sum their gra
 )
 
 
-def run(program: str, back_end: str) -> None:
+def run(program: str, back_end: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *arguments],
         env={"KERAS_BACKEND": back_end, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -188,6 +226,7 @@ def run(program: str, back_end: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_batches_come_out_of_the_dataset_as_they_went_in():
@@ -197,6 +236,11 @@ def test_batches_come_out_of_the_dataset_as_they_went_in():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at glibc's allocator")
 def test_training_leaves_the_memory_allocator_alone_where_keras_would_not():
     run(ALLOCATOR, "tensorflow")
+
+
+@pytest.mark.parametrize("way", ["fit", "evaluate", "fit unfiltered kept"])
+def test_a_process_exits_after_an_exception_while_the_next_batch_is_read(way):
+    assert run(EXIT, "tensorflow", *way.split()) == "in a callback\n"
 
 
 @pytest.mark.parametrize("back_end", ["tensorflow", "torch", "jax"])

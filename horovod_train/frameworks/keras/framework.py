@@ -116,15 +116,16 @@ class KerasFramework:
                     accumulation_steps=accumulation_steps,
                     world_size=self._world.size,
                 )
-                self.model.fit(
-                    back_end().stream(batches),
-                    steps_per_epoch=len(steps) * accumulation_steps,
-                    initial_epoch=bridge.epoch,
-                    epochs=bridge.epoch + 1,
-                    shuffle=False,
-                    verbose=0,
-                    callbacks=[timer, *own, _StepReporter(timer, state, self._replica.callbacks)],
-                )
+                with back_end().stream(batches) as data:
+                    self.model.fit(
+                        data,
+                        steps_per_epoch=len(steps) * accumulation_steps,
+                        initial_epoch=bridge.epoch,
+                        epochs=bridge.epoch + 1,
+                        shuffle=False,
+                        verbose=0,
+                        callbacks=[timer, *own, _StepReporter(timer, state, self._replica.callbacks)],
+                    )
             elif bridge.is_epoch_complete:
                 bridge.finish_epoch()
                 bridge.after_epoch()

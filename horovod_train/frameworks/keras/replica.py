@@ -51,7 +51,8 @@ class KerasReplica(SavesCallbacks, VariablesReplica):
                 # The end of the iterator is expected.
                 warnings.filterwarnings("ignore", message=".*ran out of data")
                 stream = (tuple(batch) for _, batch in chain([first], found))
-                self.model.evaluate(back_end().stream(stream), verbose=0)
+                with back_end().stream(stream) as data:
+                    self.model.evaluate(data, verbose=0)
         metrics = exact_metrics(self.model, self._world)
         return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
 

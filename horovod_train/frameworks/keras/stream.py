@@ -8,7 +8,10 @@ This made steps of the benchmark network 1.2 times as long.
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -19,6 +22,22 @@ import tensorflow as tf
 from horovod_train.frameworks.arrays import Array
 
 NUM_LOOKED_AT = 2  # number of batches that are compared to find sizes that vary, as in Keras
+
+
+@contextmanager
+def open_dataset(batches: Iterator[tuple[object, ...]]) -> Iterator[tf.data.Dataset]:
+    """Yield ``as_dataset(batches)``. After an exception, stop the threads that read ahead.
+
+    When the interpreter exits, Python ends each other thread that needs the GIL, and the destructor of
+    TensorFlow's iterator waits forever for that thread: the process does not exit. After an exception, the
+    iterator is in a reference cycle with a generator of Keras: only the garbage collector destroys it.
+    """
+    try:
+        yield as_dataset(batches)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        raise
 
 
 def as_dataset(batches: Iterator[tuple[object, ...]]) -> tf.data.Dataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -61,9 +62,9 @@ class BackEnd:
     def check_compile(self, arguments: dict[str, Any]) -> None:
         """Correct arguments of ``model.compile`` for several ranks; raise UserError if one is unsupported."""
 
-    def stream(self, batches: Iterator[tuple[object, ...]]) -> object:
-        """Return batches in the form that ``fit`` reads fastest; there is at least one batch."""
-        return batches
+    def stream(self, batches: Iterator[tuple[object, ...]]) -> AbstractContextManager[object]:
+        """Return a context with at least one batch, in the form that ``fit`` reads fastest."""
+        return nullcontext(batches)
 
     def sync_variables(self, model: keras.Model) -> None:
         """Update a model's variables, if ``fit`` stores their values elsewhere during an epoch."""

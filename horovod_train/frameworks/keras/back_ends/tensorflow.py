@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +13,7 @@ from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.keras.back_ends.base import BackEnd
-from horovod_train.frameworks.keras.stream import as_dataset
+from horovod_train.frameworks.keras.stream import open_dataset
 from horovod_train.frameworks.tensorflow import framework
 from horovod_train.frameworks.tensorflow.collectives import TensorflowCommunicator
 from horovod_train.frameworks.tensorflow.exchange import Exchange
@@ -52,6 +53,6 @@ class TensorflowBackEnd(BackEnd):
             )
         arguments["jit_compile"] = False
 
-    def stream(self, batches: Iterator[tuple[object, ...]]) -> object:
-        """Return a ``tf.data.Dataset``."""
-        return as_dataset(batches)
+    def stream(self, batches: Iterator[tuple[object, ...]]) -> AbstractContextManager[object]:
+        """Return a context with a ``tf.data.Dataset``."""
+        return open_dataset(batches)
