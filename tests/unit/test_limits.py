@@ -90,6 +90,7 @@ BROAD_EXCEPTS = {
     "worker.py": 1,  # the end of a rank: each exception is reported, with its exit code
     "launch/hosts/agent.py": 1,  # the launcher decides what an error of an action means
     "launch/launchers/supervised.py": 1,  # the end of a launch: its state is written, whatever ended it
+    "frameworks/keras/stream.py": 1,  # the exception is raised again; TensorFlow must not read on after it
     "frameworks/jax/exchange.py": 1,  # a callback of XLA: the error is raised again after the computation
     "frameworks/jax/in_place.py": 1,  # a callback of C: nothing else would carry the error on
 }
