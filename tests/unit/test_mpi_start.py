@@ -175,6 +175,12 @@ class TestSrun:
 
         assert "--mpi=pmix_v4" in srun.start(library(programs, "Open MPI", "5.0.11"), request).argv
 
+    def test_lets_waiting_ranks_yield_as_other_starts_do(self, tmp_path, programs):
+        intel = library(programs, "Intel MPI", "2021.18")
+        request = request_for(tmp_path, launcher="slurm", slurm={"mpi": "pmi2"}, num_ranks=2)
+
+        assert start.with_environment(intel, srun.start(intel, request)).env["I_MPI_THREAD_YIELD"] == "2"
+
 
 class TestTheEngine:
     def test_without_a_record_starts_nothing(self, tmp_path, monkeypatch):

@@ -37,8 +37,6 @@ _INTEL = {
     "I_MPI_PIN": "0",
     # SIGVTALRM instead of SIGKILL for the other ranks, to tell them from the one that was killed first.
     "I_MPI_JOB_ABORT_SIGNAL": str(int(SIGVTALRM)),
-    # Horovod's background thread polls MPI, and must yield if it shares a core with a compute thread.
-    "I_MPI_THREAD_YIELD": "2",
 }
 
 

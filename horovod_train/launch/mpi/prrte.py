@@ -37,10 +37,11 @@ def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
         *("--bind-to", "none", "--map-by", "slot"),
         *(("--mca", "pml", "ob1") if mpi.is_in_this_environment else ()),
     ]
-    env = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     if request.is_remote:
-        env["PRTE_MCA_plm_ssh_agent"] = shlex.join(request.remote_shell)
-        env["PRTE_MCA_prte_launch_agent"] = f"{request.stage}/daemon prted"
+        env = {
+            "PRTE_MCA_plm_ssh_agent": shlex.join(request.remote_shell),
+            "PRTE_MCA_prte_launch_agent": f"{request.stage}/daemon prted",
+        }
     else:
-        env |= on_loopback(os.environ)
+        env = on_loopback(os.environ)
     return Start(argv, env, tag=TAG)

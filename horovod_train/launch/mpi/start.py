@@ -49,6 +49,9 @@ class Start:
         return LaunchPlan((*self.argv, request.rank_command), self.env, self.files, tag=self.tag)
 
 
+YIELDS = {"OMPI_MCA_mpi_yield_when_idle": "1", "I_MPI_THREAD_YIELD": "2"}
+"""Variables of ranks. Horovod's background thread polls MPI, and must yield if it shares a core."""
+
 LABEL = r"\s*(\d+): ?"
 """Tag of srun and jsrun before each line of a rank: its number."""
 
@@ -83,8 +86,8 @@ def start_of(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> 
 
 
 def with_environment(mpi: Mpi, start: Start) -> Start:
-    """Return a start with the variables that the MPI library needs."""
-    return replace(start, env={**environment_of(mpi), **start.env})
+    """Return a start with the variables that the MPI library and its ranks need."""
+    return replace(start, env={**environment_of(mpi), **YIELDS, **start.env})
 
 
 def environment_of(mpi: Mpi) -> dict[str, str]:
