@@ -97,7 +97,7 @@ from horovod_train.frameworks.keras.stream import open_dataset
 
 def batches():
     for number in count():
-        time.sleep(0.1 if number > 4 else 0)  # longer than a step: a thread reads ahead when the step ends
+        time.sleep(1.0 if number > 4 else 0)  # a thread still reads ahead when the process ends
         yield np.ones((4, 5), np.float32), np.ones((4, 1), np.float32)
 
 class Fails(keras.callbacks.Callback):

@@ -11,8 +11,9 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
+from types import FrameType
 from typing import Any
 
 import keras
@@ -30,14 +31,29 @@ def open_dataset(batches: Iterator[tuple[object, ...]]) -> Iterator[tf.data.Data
 
     When the interpreter exits, Python ends each other thread that needs the GIL, and the destructor of
     TensorFlow's iterator waits forever for that thread: the process does not exit. After an exception, the
-    iterator is in a reference cycle with a generator of Keras: only the garbage collector destroys it.
+    iterator is in a reference cycle with a generator of Keras: only the garbage collector destroys it, and
+    only if no frame refers to it that the traceback keeps.
     """
     try:
         yield as_dataset(batches)
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)
+        _clear_frames(error)
         gc.collect()
         raise
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the local variables of functions that an exception has ended.
+
+    ``traceback.clear_frames`` does not suffice: Keras removes its frames from the traceback, but they are the
+    callers of frames that remain in it.
+    """
+    for kept, _ in traceback.walk_tb(error.__traceback__):
+        frame: FrameType | None = kept
+        with suppress(RuntimeError):  # this function has not ended, nor have its callers
+            while frame is not None:
+                frame.clear()
+                frame = frame.f_back
 
 
 def as_dataset(batches: Iterator[tuple[object, ...]]) -> tf.data.Dataset:

@@ -33,12 +33,6 @@ host=$1; shift
 exec {ssh} "$host" {stage}/daemon "$@"
 """
 
-_INTEL = {
-    "I_MPI_PIN": "0",
-    # SIGVTALRM instead of SIGKILL for the other ranks, to tell them from the one that was killed first.
-    "I_MPI_JOB_ABORT_SIGNAL": str(int(SIGVTALRM)),
-}
-
 
 def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Start:
     """Return a start by Hydra."""
@@ -49,7 +43,8 @@ def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
         *("-n", str(request.num_ranks)),
         *(() if is_intel else ("-bind-to", "none")),
     ]
-    env = _INTEL if is_intel else {}
+    # SIGVTALRM instead of SIGKILL for the other ranks, to tell them from the one that was killed first.
+    env = {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": str(int(SIGVTALRM))} if is_intel else {}
     files: dict[Path, str] = {}
     if hosts is None:
         return Start(argv, env)

@@ -21,7 +21,7 @@ from horovod_train.horovod.environment import on_loopback, open_mpi_without_ssh
 from horovod_train.horovod.mpi import Mpi
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.hosts.hostlist import Host, as_argument
-from horovod_train.launch.mpi.start import Start, program_of
+from horovod_train.launch.mpi.start import YIELD_IN_OPEN_MPI, Start, program_of
 
 
 def start(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Start:
@@ -50,8 +50,7 @@ def transport(mpi: Mpi) -> tuple[str, ...]:
 
 def environment(request: LaunchRequest) -> dict[str, str]:
     """Return the environment variables of Open MPI 4, for all launchers that call its mpirun."""
-    # Horovod's background thread polls MPI, and must yield if it shares a core with a compute thread.
-    settings = {"OMPI_MCA_mpi_yield_when_idle": "1", **open_mpi_without_ssh()}
+    settings = {**YIELD_IN_OPEN_MPI, **open_mpi_without_ssh()}
     if request.is_remote:
         settings["OMPI_MCA_plm_rsh_agent"] = shlex.join(request.remote_shell)
         settings["OMPI_MCA_orte_launch_agent"] = f"{request.stage}/daemon orted"

@@ -49,7 +49,8 @@ class Start:
         return LaunchPlan((*self.argv, request.rank_command), self.env, self.files, tag=self.tag)
 
 
-YIELDS = {"OMPI_MCA_mpi_yield_when_idle": "1", "I_MPI_THREAD_YIELD": "2"}
+YIELD_IN_OPEN_MPI = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+YIELD_WHEN_IDLE = {**YIELD_IN_OPEN_MPI, "I_MPI_THREAD_YIELD": "2"}
 """Variables of ranks. Horovod's background thread polls MPI, and must yield if it shares a core."""
 
 LABEL = r"\s*(\d+): ?"
@@ -87,7 +88,7 @@ def start_of(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> 
 
 def with_environment(mpi: Mpi, start: Start) -> Start:
     """Return a start with the variables that the MPI library and its ranks need."""
-    return replace(start, env={**environment_of(mpi), **YIELDS, **start.env})
+    return replace(start, env={**environment_of(mpi), **YIELD_WHEN_IDLE, **start.env})
 
 
 def environment_of(mpi: Mpi) -> dict[str, str]:
