@@ -10,8 +10,8 @@ import pytest
 from support.checkpoints import arrays, newest
 from support.cluster import cluster
 from support.gridengine import GridEngine, gridengine_on
-from support.launching import PROGRAMS, write_job
-from support.mpis import each, programs_of
+from support.launching import PLUGIN, PROGRAMS, write_job
+from support.mpis import NAMES, programs_of
 from support.pbs import Pbs, pbs_on
 from support.waiting import wait_for_ranks
 
@@ -83,12 +83,13 @@ def ask(system, tmp_path):
 
 @pytest.fixture
 def job(system, name, dialect, tmp_path):
-    """Write a job of two ranks, one on each node; each rank writes a file."""
+    """Write a job of two ranks of NumPy, one on each node; each rank writes a file."""
 
     def write(*options, called="slow", **sections):
         launch = {
             "launcher": name, "num_ranks": 2, "grace_s": 12.0, "ssh": system.cluster.ssh,
-            name: {**dialect.section, "options": list(options)},
+            "env": {"PYTHONPATH": str(PLUGIN)},
+            name: {**dialect.section, "options": [f"-v PYTHONPATH={PLUGIN}", *options]},
         }  # fmt: skip
         return str(
             write_job(
@@ -96,7 +97,8 @@ def job(system, name, dialect, tmp_path):
                 **{
                     "name": called,
                     "run_dir": str(tmp_path / "runs"),
-                    "task": f"{PROGRAMS / 'tasks.py'}:Noted",
+                    "framework": "numpy",
+                    "task": f"{PROGRAMS / 'quick_tasks.py'}:Noted",
                     "task_args": {"notes": str(tmp_path), "pause_s": 0.05},
                     "train": {"epochs": 500, "batch_size_per_rank": 4},
                     "launch": launch,
@@ -108,10 +110,19 @@ def job(system, name, dialect, tmp_path):
     return write
 
 
-@each(["openmpi4", "openmpi5", "mpich4", "mpich5", "intel"], in_each_run=["mpich5"])
-def test_a_drained_job_has_saved_on_two_nodes(tmp_path, ask, job, mpi):
+TORCH = {"framework": "torch", "task": f"{PROGRAMS / 'tasks.py'}:Noted"}
+
+
+@pytest.mark.parametrize(
+    ("mpi", "sections"),
+    [
+        pytest.param("openmpi4", {}, id="sockets"),
+        *(pytest.param(mpi, TORCH, id=mpi, marks=pytest.mark.campaign) for mpi in NAMES),
+    ],
+)
+def test_a_drained_job_has_saved_on_two_nodes(tmp_path, ask, job, mpi, sections):
     programs = programs_of(mpi)
-    job_id = ask("submit", job(), programs=programs).stdout.strip()
+    job_id = ask("submit", job(**sections), programs=programs).stdout.strip()
     wait_for_ranks(tmp_path)
     status = json.loads(ask("status", job_id, "--json", programs=programs).stdout)
     ask("drain", job_id, programs=programs)

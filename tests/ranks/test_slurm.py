@@ -72,10 +72,11 @@ def slow(folder, controller, **sections):
 
 @mostly("mpi")
 def test_a_job_trains_on_two_nodes_while_run_follows_it(tmp_path, ask, controller):
-    done = ask("run", str(job(tmp_path, controller)))
+    train = {"epochs": 3, "batch_size_per_rank": 4}
+    done = ask("run", str(slow(tmp_path, controller, train=train)))
 
     assert "2 ranks" in done.stdout
-    assert "trained test: 1 epochs" in done.stdout
+    assert "trained test: 3 epochs" in done.stdout
     assert "succeeded" in done.stdout
 
 
@@ -84,7 +85,7 @@ STARTS = [
     ("mpich4", "mpirun"), ("mpich4", "srun"), ("mpich5", "mpirun"), ("mpich5", "srun"),
     ("intel", "mpirun"), ("intel", "srun"),
 ]  # fmt: skip
-IN_EACH_RUN = [("openmpi5", "srun"), ("mpich5", "srun")]
+IN_EACH_RUN = [("openmpi5", "srun")]
 
 
 @pytest.mark.parametrize(

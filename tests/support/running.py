@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from horovod_train.horovod.launched import number_of
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment
 
 
@@ -56,7 +57,7 @@ class Running:
     Attributes:
         process: The launcher; what it was started through has become it.
         all: The processes that it has started on this machine.
-        ranks: Those among them that are ranks.
+        ranks: Those among them that are ranks, in the order of their ranks.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class Running:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         self.all = psutil.Process(self.process.pid).children(recursive=True)
-        self.ranks = [process for process in self.all if is_rank(process)]
+        # Not by PID: PIDs begin again at the lowest number.
+        self.ranks = sorted(filter(is_rank, self.all), key=rank_of)
 
     def end(self, within_s: float = 0.0) -> tuple[int, str]:
         """Wait for the end, and return exit code and output.
@@ -99,6 +101,12 @@ def is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def rank_of(process: psutil.Process) -> int:
+    with suppress(psutil.NoSuchProcess):
+        return number_of(process.environ(), "rank", alone=0)
+    return 0
 
 
 def is_rank(process: psutil.Process) -> bool:

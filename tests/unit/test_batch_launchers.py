@@ -195,18 +195,21 @@ class TestAJobThatIsOutOfTime:
     @pytest.mark.parametrize(
         ("launcher", "held"),
         [
-            (PbsLauncher, ("-W", "depend=afterany:7", "-v", "HOROVOD_TRAIN_CONTINUES=7")),
-            (GridEngineLauncher, ("-hold_jid", "7", "-v", "HOROVOD_TRAIN_CONTINUES=7")),
+            (PbsLauncher, ("-W", "depend=afterany:7")),
+            (GridEngineLauncher, ("-hold_jid", "7")),
         ],
     )
     def test_is_submitted_again_to_start_after_its_end(self, tmp_path, printing, launcher, held):
-        request = request_of(tmp_path, launcher.name)
+        options = ["-v DATA=/data", "-W depend=afterok:3", "-hold_jid 3"]
+        request = request_of(tmp_path, launcher.name, **{launcher.name: {"options": options}})
         request.log_dir.mkdir(parents=True)
         calls = printing(launcher, qsub="9\n")
 
         launcher().put_back("7", request)
 
-        assert " ".join(held) in " ".join(calls[0])
+        after_options = calls[0][calls[0].index("-hold_jid") + 2 :]
+        assert after_options[:2] == held
+        assert after_options[-2:] == (str(request.log_dir / "batch.sh"), "7")
         assert launcher().claim(request.log_dir).read_text() == "9\n"
 
     def test_continues_although_its_launcher_was_killed_before_it_had_written_the_new_id(self, tmp_path):
@@ -216,15 +219,19 @@ class TestAJobThatIsOutOfTime:
         script = request.log_dir / "batch.sh"
         script.write_text(script.read_text().replace("exec ", "exec echo trains #"))
 
-        def run(**variables):
+        def run(job_id, *argument):
             return subprocess.run(
-                ["bash", script], env=variables, capture_output=True, text=True, check=True
+                ["bash", script, *argument],
+                env={"PBS_JOBID": job_id},
+                capture_output=True,
+                text=True,
+                check=True,
             ).stdout
 
-        assert run(PBS_JOBID="7") == "trains\n"
-        assert run(PBS_JOBID="8") == "", "it was submitted twice"
-        assert run(PBS_JOBID="9", HOROVOD_TRAIN_CONTINUES="7") == "trains\n"
-        assert run(PBS_JOBID="7") == "", "7 is over"
+        assert run("7") == "trains\n"
+        assert run("8") == "", "it was submitted twice"
+        assert run("9", "7") == "trains\n"
+        assert run("7") == "", "7 is over"
 
     @pytest.mark.parametrize(("limit_s", "grace_s", "after_s"), [(5.2, 5.0, 0.2), (0.4, 30.0, 0.2)])
     def test_is_notified_one_grace_period_before_its_time_limit(self, monkeypatch, limit_s, grace_s, after_s):

@@ -700,14 +700,32 @@ class TestOutcome:
         with pytest.raises(LaunchError, match="rank 1 on n4 was killed"):
             run.end(137, ranks={7: 3})
 
-    def test_a_process_that_the_launcher_names_is_known_by_its_rank(self, run):
+    @pytest.mark.parametrize(("status", "signal"), [(9, 9), (139, 11)])
+    def test_a_process_that_the_launcher_names_is_known_by_its_rank(self, run, status, signal):
+        run.handle(event("started"))
+        run.handle("=   PID 7 RUNNING AT n4")
+        run.handle(f"=   EXIT CODE: {status}")
+
+        with pytest.raises(LaunchError, match=f"rank 3 on n4 was killed by signal {signal}") as caught:
+            run.end(255, ranks={7: 3})
+        assert list(caught.value.lost_ranks) == [3]
+
+    def test_before_mpi_is_initialized_a_process_that_mpich_names_may_be_another_one(self, run):
         run.handle("=   PID 7 RUNNING AT n4")
         run.handle("=   EXIT CODE: 9")
-        run.handle("YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)")
 
-        with pytest.raises(LaunchError, match="rank 3 on n4 was killed by signal 9") as caught:
+        with pytest.raises(LaunchError, match=r"^a rank on n4 was killed \(mpirun names rank 3") as caught:
             run.end(9, ranks={7: 3})
-        assert list(caught.value.lost_ranks) == [3]
+        assert list(caught.value.lost_ranks) == []
+
+    @pytest.mark.parametrize(("ranks", "named"), [([0, 1], "rank 1"), ([0, 1, 2], "a rank")])
+    def test_a_rank_to_which_another_has_lost_the_connection_ended_first(self, run, ranks, named):
+        run.say(0, "[n1:0] *** An error occurred in Socket closed", "[n1:0] *** on a NULL communicator")
+        run.handle('prterun has exited due to process rank 0 with PID 3 on node n1 calling "abort".')
+
+        with pytest.raises(LaunchError, match=f"^{named} ended without a message; rank 0 lost") as caught:
+            run.end(14, ranks={10 + rank: rank for rank in ranks})
+        assert list(caught.value.lost_ranks) == ([1] if named == "rank 1" else [])
 
     def test_an_error_of_mpi_is_shown_in_its_words(self, run):
         run.say(1, "Fatal error in data.csv", "Fatal error in internal_Test: Other MPI error, error stack:")

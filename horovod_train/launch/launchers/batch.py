@@ -27,8 +27,6 @@ from horovod_train.launch.launchers.supervised import read_log
 from horovod_train.system.files import write_atomic
 
 SCRIPT = "batch.sh"
-CONTINUES = "HOROVOD_TRAIN_CONTINUES"
-"""Environment variable with the ID of the batch job that a resubmitted job continues."""
 
 How = Literal["drain", "stop", "kill"]
 BatchState = Literal["waiting", "active", "ending", "cancelled", "ended"]
@@ -127,9 +125,9 @@ class BatchLauncher(PolledLauncher):
                 "#!/bin/bash",
                 *self.directives(request),
                 # If this run was submitted several times, only one job continues. A requeued job keeps its
-                # ID (Slurm), or names the job that it continues.
+                # ID (Slurm), or its argument is the ID of the job that it continues.
                 f"(set -C; echo {own_id} >{claim}) 2>/dev/null",
-                f'[ "$(cat {claim})" != "${CONTINUES}" ] || echo {own_id} >{claim}',
+                f'[ "$(cat {claim})" != "$1" ] || echo {own_id} >{claim}',
                 f'[ "$(cat {claim})" = {own_id} ] || exit 0',
                 *self.settings(request).setup,
                 f"cd {shlex.quote(str(request.folder))}",

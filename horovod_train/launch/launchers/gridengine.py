@@ -10,7 +10,7 @@ from pathlib import Path
 from horovod_train.config.fields import words_of
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchRequest
-from horovod_train.launch.launchers.batch import CONTINUES, SCRIPT, BatchLauncher, How, QueuedJob
+from horovod_train.launch.launchers.batch import SCRIPT, BatchLauncher, How, QueuedJob
 
 
 class GridEngineLauncher(BatchLauncher):
@@ -24,16 +24,17 @@ class GridEngineLauncher(BatchLauncher):
         """Return the call of qsub."""
         settings = request.job.launch.gridengine
         name, environment = request.job.name, settings.parallel_environment
-        # Not exit code 99, which requeues a job: Grid Engine then waits forever for the nodes that ran tasks.
-        dependency = ("-hold_jid", after, "-v", f"{CONTINUES}={after}") if after else ()
         return (
-            *("qsub", "-terse", "-N", name if name[0].isalpha() else f"job-{name}", *dependency),
+            *("qsub", "-terse", "-N", name if name[0].isalpha() else f"job-{name}"),
             *("-S", "/bin/bash", "-o", str(self.script_log(request.log_dir)), "-j", "y"),
             # -notify: SIGUSR2, with which this package drains a job, before SIGKILL.
             *("-notify", "-r", "y" if settings.requeue else "n"),
             *(("-pe", environment, str(request.num_ranks)) if environment else ()),
             *words_of(settings.options),
+            # Not exit code 99, which requeues a job: Grid Engine would wait forever for nodes that ran tasks.
+            *(("-hold_jid", after) if after else ()),
             str(request.log_dir / SCRIPT),
+            *((after,) if after else ()),
         )
 
     def programs(self) -> Path | None:

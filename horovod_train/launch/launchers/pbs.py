@@ -10,7 +10,6 @@ from horovod_train.config.fields import words_of
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.launchers.batch import (
-    CONTINUES,
     SCRIPT,
     BatchLauncher,
     BatchState,
@@ -42,17 +41,19 @@ class PbsLauncher(BatchLauncher):
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
         """Return the call of qsub."""
         settings = request.job.launch.pbs
-        dependency = ("-W", f"depend=afterany:{after}", "-v", f"{CONTINUES}={after}") if after else ()
         return (
-            *("qsub", "-N", request.job.name, *dependency),
+            *("qsub", "-N", request.job.name),
             # Written during the run, and appended to.
             *("-koed", "-j", "oe", "-o", str(self.script_log(request.log_dir))),
             *("-r", "y" if settings.requeue else "n"),
             *("-l", f"select={select(request)}"),
             *(("-l", "place=scatter") if settings.ranks_per_node else ()),
             *words_of(settings.options),
+            # Of several dependencies, the last one counts: that of the job's options has been met.
+            *(("-W", f"depend=afterany:{after}") if after else ()),
             # A script, instead of a program, would be run by a login shell, which signals would end.
             *("--", "/bin/bash", "-l", str(request.log_dir / SCRIPT)),
+            *((after,) if after else ()),
         )
 
     def programs(self) -> Path | None:
@@ -67,7 +68,7 @@ class PbsLauncher(BatchLauncher):
     def submitted_id(self, script: Path) -> str:
         """Return the ID of a job in the queue, by its script."""
         jobs = re.split(r"^Job Id: ", self.call("qstat", "-f"), flags=re.MULTILINE)[1:]
-        of_this_run = (job for job in jobs if _fields(job).get("Submit_arguments", "").endswith(f" {script}"))
+        of_this_run = (job for job in jobs if f" {script} " in f"{_fields(job).get('Submit_arguments')} ")
         return next((job.split(maxsplit=1)[0] for job in of_this_run), "")
 
     def query(self, native_id: str) -> QueuedJob | None:

@@ -10,28 +10,40 @@ from signal import SIGVTALRM
 
 @dataclass(frozen=True)
 class Killed:
-    """A rank, or a process on a host, that was killed by a signal. ``rank`` -1 or ``pid`` 0: unknown."""
+    """A rank, or a process on a host, that was killed by a signal. ``rank`` -1 or ``pid`` 0: unknown.
+
+    MPICH names a process only, and the first one of a host: before MPI is initialized, it may have killed
+    that one itself.
+    """
 
     signal: int
     rank: int = -1
     pid: int = 0
     host: str = ""
 
-    def text(self, ranks: Mapping[int, int]) -> str:
-        """Return a description; ``ranks``: ranks by PID, for a launcher that does not name the rank.
+    def text(self, ranks: Mapping[int, int], *, has_started: bool = True) -> str:
+        """Return a description.
+
+        Args:
+            ranks: Ranks by PID, for a launcher that does not name the rank.
+            has_started: Whether training has begun.
 
         >>> Killed(9, pid=7, host="n4").text({7: 1})
         'rank 1 on n4 was killed by signal 9'
         """
         rank = self.rank if self.rank >= 0 else ranks.get(self.pid, -1)
         who = f"rank {rank}" if rank >= 0 else f"process {self.pid}"
+        if self.rank < 0 and not has_started:
+            named = f"mpirun names {who} and signal {self.signal}, but may have killed that one itself"
+            return f"a rank on {self.host} was killed ({named})"
         return f"{who}{f' on {self.host}' if self.host else ''} was killed by signal {self.signal}"
 
 
 # Open MPI 4 and 5; Intel MPI; MPICH, which names the process only; Slurm; horovodrun with Gloo.
 _OPEN_MPI = re.compile(r"process rank (\d+) with PID (\d+) on node (\S+)\s+exited on\s+signal (\d+)")
 _INTEL = re.compile(r"RANK (\d+) PID (\d+) RUNNING AT (\S+)\s+=\s+KILLED BY SIGNAL: (\d+)")
-_MPICH = re.compile(r"=\s+PID (\d+) RUNNING AT (\S+).*EXIT STRING: [^(]*\(signal (\d+)\)", re.DOTALL)
+# The exit code of MPICH 3.4 and later is that of waitpid; earlier versions report exit codes 1 and 2, too.
+_MPICH = re.compile(r"=\s+PID (\d+) RUNNING AT (\S+)[\s\S]*?=\s+EXIT CODE: (?!1\b|2\b)(\d+)")
 _SLURM = re.compile(r"srun: error: (\S+): tasks? (\d+)[\d,-]*: (Killed|Segmentation fault|Bus error|Aborted)")
 _GLOO = re.compile(r"Process name: (\d+)\s+Exit code: -?(\d+)")
 _SIGNALS = {"Killed": 9, "Segmentation fault": 11, "Bus error": 7, "Aborted": 6}
@@ -44,9 +56,12 @@ _ABORTED = (
 # Begins of messages with which MPI libraries end a rank.
 _FATAL = re.compile(
     r"MPI_ABORT was invoked|Abort\(-?\d+\) on node|Fatal error in (?:P?MPI_|internal_)"
-    r"|\*\*\* An error occurred in MPI_|It looks like MPI_INIT failed|No components were able to be opened"
-    r"|PML add procs failed"
+    r"|\*\*\* An error occurred in (?:MPI_|Socket closed)|It looks like MPI_INIT failed"
+    r"|No components were able to be opened|PML add procs failed"
 )
+LOST_CONNECTION = re.compile(r"\*\*\* An error occurred in Socket closed")
+"""Message of a rank that has lost the connection to another one (Open MPI over TCP)."""
+
 MAX_LINES = 10
 
 
@@ -85,7 +100,7 @@ def killed_rank(text: str) -> Killed | None:
         if int(each[4]) != SIGVTALRM:
             return Killed(int(each[4]), int(each[1]), int(each[2]), each[3])
     if found := _MPICH.search(text):
-        return Killed(int(found[3]), pid=int(found[1]), host=found[2])
+        return Killed(int(found[3]) & 0x7F, pid=int(found[1]), host=found[2])
     if found := _SLURM.search(text):
         return Killed(_SIGNALS[found[3]], int(found[2]), host=found[1])
     if (found := _GLOO.search(text)) and int(found[2]) > 1:

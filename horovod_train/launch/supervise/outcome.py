@@ -28,7 +28,13 @@ from horovod_train.events.types import (
 from horovod_train.events.wire import Line
 from horovod_train.launch.supervise.follow import CHATTER, Follower
 from horovod_train.launch.supervise.frozen_ranks import Frozen
-from horovod_train.launch.supervise.launcher_messages import Killed, MpiErrors, aborted_rank, killed_rank
+from horovod_train.launch.supervise.launcher_messages import (
+    LOST_CONNECTION,
+    Killed,
+    MpiErrors,
+    aborted_rank,
+    killed_rank,
+)
 from horovod_train.launch.supervise.stalls import Stalls
 from horovod_train.system.signals import DRAIN_SIGNALS, exit_code_of
 
@@ -207,14 +213,14 @@ class Outcome(Follower):
             error.cause = NcclError.cause
             return error
         if self._killed is not None:
-            text = self._killed.text(ended.ranks)
+            text = self._killed.text(ended.ranks, has_started=self._has_started)
             return self._lost(
                 f"{text}, before it could say why{noticed}",
                 f"out of memory (see dmesg), or killed by a user; see {self._log_name}",
                 ranks=[int(number) for number in re.findall(r"^rank (\d+)", text)],
             )
         if words := str(self._mpi_errors):
-            return self._explain_mpi(words, noticed)
+            return self._explain_mpi(words, noticed, ended)
         last = "\n".join(f"    {line}" for line in self._last_words)
         was_killed = "a rank was killed, or the machine ran out of memory"
         if code not in KILLED_CODES:  # Hydra may lose the last lines of a rank that calls MPI_Abort
@@ -227,7 +233,7 @@ class Outcome(Follower):
             f"{was_killed if self._has_started or noticed or not last else no_ranks}; see {self._log_name}",
         )
 
-    def _explain_mpi(self, words: str, noticed: str) -> LostError:
+    def _explain_mpi(self, words: str, noticed: str, ended: Ended) -> LostError:
         """Return the error for messages with which the MPI library has ended a rank."""
         if (found := aborted_rank(words)) is not None:
             rank, error_code = found
@@ -239,6 +245,14 @@ class Outcome(Follower):
         of_rank = self._mpi_errors.rank
         who = "the ranks" if of_rank is None else f"rank {of_rank}"
         lines = "\n".join(f"    {line}" for line in words.splitlines())
+        if LOST_CONNECTION.search(words):
+            silent = sorted({*ended.ranks.values()} - {of_rank, *(rank for rank, _ in self._consequences)})
+            gone = f"rank {silent[0]}" if len(silent) == 1 else "a rank"
+            return self._lost(
+                f"{gone} ended without a message; {who} lost the connection to it{noticed}:\n{lines}",
+                f"killed, out of memory (see dmesg), or a link that failed; see {self._log_name}",
+                ranks=silent if len(silent) == 1 else [],
+            )
         return self._lost(
             f"MPI has ended {who}{noticed}; its message:\n{lines}",
             f"`horovod-train doctor` tests MPI between the hosts; see {self._log_name}",
