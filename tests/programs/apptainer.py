@@ -57,7 +57,7 @@ def enter(image: Path, binds: list[str]) -> None:
         if Path(folder).is_symlink():  # /bin is usr/bin
             place.symlink_to(Path(folder).readlink())
             continue
-        place.mkdir(parents=True)
+        place.mkdir(parents=True, exist_ok=True)  # it may be in /tmp
         mount("--rbind", folder, str(place))
     for bind in binds:
         source, inside, *options = [*bind.split(":"), bind.split(":")[0]][: max(2, bind.count(":") + 1)]
