@@ -710,6 +710,15 @@ class TestOutcome:
             run.end(255, ranks={7: 3})
         assert list(caught.value.lost_ranks) == [3]
 
+    def test_an_exit_code_is_not_taken_for_a_signal(self, run):
+        run.handle(event("started"))
+        for pid, code in ((6, 1), (7, 9)):
+            run.handle(f"=   PID {pid} RUNNING AT n4")
+            run.handle(f"=   EXIT CODE: {code}")
+
+        with pytest.raises(LaunchError, match="^rank 3 on n4 was killed by signal 9"):
+            run.end(9, ranks={6: 2, 7: 3})
+
     def test_before_mpi_is_initialized_a_process_that_mpich_names_may_be_another_one(self, run):
         run.handle("=   PID 7 RUNNING AT n4")
         run.handle("=   EXIT CODE: 9")
@@ -719,11 +728,11 @@ class TestOutcome:
         assert list(caught.value.lost_ranks) == []
 
     @pytest.mark.parametrize(("ranks", "named"), [([0, 1], "rank 1"), ([0, 1, 2], "a rank")])
-    def test_a_rank_to_which_another_has_lost_the_connection_ended_first(self, run, ranks, named):
+    def test_a_rank_to_which_another_has_lost_the_connection_is_named(self, run, ranks, named):
         run.say(0, "[n1:0] *** An error occurred in Socket closed", "[n1:0] *** on a NULL communicator")
         run.handle('prterun has exited due to process rank 0 with PID 3 on node n1 calling "abort".')
 
-        with pytest.raises(LaunchError, match=f"^{named} ended without a message; rank 0 lost") as caught:
+        with pytest.raises(LaunchError, match=f"^rank 0 lost the connection to {named}, which") as caught:
             run.end(14, ranks={10 + rank: rank for rank in ranks})
         assert list(caught.value.lost_ranks) == ([1] if named == "rank 1" else [])
 

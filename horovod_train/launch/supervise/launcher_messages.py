@@ -43,7 +43,7 @@ class Killed:
 _OPEN_MPI = re.compile(r"process rank (\d+) with PID (\d+) on node (\S+)\s+exited on\s+signal (\d+)")
 _INTEL = re.compile(r"RANK (\d+) PID (\d+) RUNNING AT (\S+)\s+=\s+KILLED BY SIGNAL: (\d+)")
 # The exit code of MPICH 3.4 and later is that of waitpid; earlier versions report exit codes 1 and 2, too.
-_MPICH = re.compile(r"=\s+PID (\d+) RUNNING AT (\S+)[\s\S]*?=\s+EXIT CODE: (?!1\b|2\b)(\d+)")
+_MPICH = re.compile(r"=\s+PID (\d+) RUNNING AT (\S+)(?:(?! PID )[\s\S])*=\s+EXIT CODE: (?!1\b|2\b)(\d+)")
 _SLURM = re.compile(r"srun: error: (\S+): tasks? (\d+)[\d,-]*: (Killed|Segmentation fault|Bus error|Aborted)")
 _GLOO = re.compile(r"Process name: (\d+)\s+Exit code: -?(\d+)")
 _SIGNALS = {"Killed": 9, "Segmentation fault": 11, "Bus error": 7, "Aborted": 6}

@@ -249,8 +249,9 @@ class Outcome(Follower):
             silent = sorted({*ended.ranks.values()} - {of_rank, *(rank for rank, _ in self._consequences)})
             gone = f"rank {silent[0]}" if len(silent) == 1 else "a rank"
             return self._lost(
-                f"{gone} ended without a message; {who} lost the connection to it{noticed}:\n{lines}",
-                f"killed, out of memory (see dmesg), or a link that failed; see {self._log_name}",
+                f"{who} lost the connection to {gone}, which has left no message{noticed}:\n{lines}",
+                "that rank was killed, its host is out of memory (see dmesg), or a link has failed; see "
+                f"{self._log_name}",
                 ranks=silent if len(silent) == 1 else [],
             )
         return self._lost(
