@@ -45,6 +45,9 @@ DIALECTS = {
 STARTS = {"gridengine": gridengine_on, "pbs": pbs_on}
 
 
+TORCH = {"framework": "torch", "task": f"{PROGRAMS / 'tasks.py'}:Noted"}
+
+
 @pytest.fixture(scope="module", params=["gridengine", "pbs"])
 def system(request, tmp_path_factory):
     hosts = cluster(tmp_path_factory.mktemp("cluster"), ("node1", "node2"))
@@ -83,7 +86,7 @@ def ask(system, tmp_path):
 
 @pytest.fixture
 def job(system, name, dialect, tmp_path):
-    """Write a job of two ranks of NumPy, one on each node; each rank writes a file."""
+    """Write a job of two ranks, one on each node, over sockets (TORCH: over MPI); each rank writes a file."""
 
     def write(*options, called="slow", **sections):
         launch = {
@@ -110,9 +113,6 @@ def job(system, name, dialect, tmp_path):
     return write
 
 
-TORCH = {"framework": "torch", "task": f"{PROGRAMS / 'tasks.py'}:Noted"}
-
-
 @pytest.mark.parametrize(
     ("mpi", "sections"),
     [
@@ -136,7 +136,7 @@ def test_a_drained_job_has_saved_on_two_nodes(tmp_path, ask, job, mpi, sections)
 
 @pytest.mark.campaign
 def test_a_cancelled_job_has_saved(tmp_path, ask, job):
-    job_id = ask("submit", job()).stdout.strip()
+    job_id = ask("submit", job(**TORCH)).stdout.strip()
     wait_for_ranks(tmp_path)
     ask("cancel", job_id)
 
@@ -159,7 +159,7 @@ def test_a_job_whose_time_is_over_saves_goes_on_in_another_and_ends_as_if_undist
 ):
     train = {"epochs": 6, "batch_size_per_rank": 4}
     checkpoint = {"every_epochs": None, "keep_last": 1}
-    parts = {"train": train, "checkpoint": checkpoint}
+    parts = {"train": train, "checkpoint": checkpoint, **TORCH}
     ask("run", job(called="undisturbed", **parts), "--set", "task_args.pause_s=0.0")
     job_id = ask("submit", job(dialect.time_limit, **parts), "--set", "task_args.pause_s=0.25").stdout.strip()
     first = json.loads(next((tmp_path / "state").rglob(f"{job_id}.json")).read_text())["native_id"]

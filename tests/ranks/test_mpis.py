@@ -104,11 +104,9 @@ def test_a_rank_that_is_killed_on_another_host_is_named_and_nothing_is_left(tmp_
 
     assert done.returncode == 1
     killed = "error: rank 1 on node2 was killed by signal 9, before it could say why"
-    # Or the abort of rank 0, which loses its connection, is reported first.
-    assert (
-        killed in done.stderr
-        or "error: rank 0 lost the connection to rank 1, which has left no message" in done.stderr
-    ), done.stderr
+    # Open MPI 5 may report first that rank 0 has ended, which loses its connection.
+    lost = "error: rank 0 lost the connection to rank 1, which has left no message"
+    assert killed in done.stderr or (mpi == "openmpi5" and lost in done.stderr), done.stderr
     assert hosts.leftovers(within_s=10) == []
 
 

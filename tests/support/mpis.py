@@ -51,9 +51,9 @@ def programs_of(name: str) -> Path:
     return programs
 
 
-def each(names: Sequence[str], in_each_run: Sequence[str] = IN_EACH_RUN) -> pytest.MarkDecorator:
+def each(names: Sequence[str]) -> pytest.MarkDecorator:
     """Test with these MPI libraries; those that `make test` does not use, in `make campaign`."""
-    marks = {name: () if name in in_each_run else pytest.mark.campaign for name in names}
+    marks = {name: () if name in IN_EACH_RUN else pytest.mark.campaign for name in names}
     return pytest.mark.parametrize("mpi", [pytest.param(name, marks=marks[name]) for name in names])
 
 

@@ -42,7 +42,8 @@ class Killed:
 # Open MPI 4 and 5; Intel MPI; MPICH, which names the process only; Slurm; horovodrun with Gloo.
 _OPEN_MPI = re.compile(r"process rank (\d+) with PID (\d+) on node (\S+)\s+exited on\s+signal (\d+)")
 _INTEL = re.compile(r"RANK (\d+) PID (\d+) RUNNING AT (\S+)\s+=\s+KILLED BY SIGNAL: (\d+)")
-# The exit code of MPICH 3.4 and later is that of waitpid; earlier versions report exit codes 1 and 2, too.
+# MPICH 3.4 and later print the wait status of a rank that a signal has killed; earlier versions print
+# exit codes, too, usually 1 or 2.
 _MPICH = re.compile(r"=\s+PID (\d+) RUNNING AT (\S+)(?:(?! PID )[\s\S])*=\s+EXIT CODE: (?!1\b|2\b)(\d+)")
 _SLURM = re.compile(r"srun: error: (\S+): tasks? (\d+)[\d,-]*: (Killed|Segmentation fault|Bus error|Aborted)")
 _GLOO = re.compile(r"Process name: (\d+)\s+Exit code: -?(\d+)")
@@ -53,15 +54,15 @@ _ABORTED = (
     re.compile(r"application called MPI_Abort\(MPI_COMM_WORLD, (?P<code>-?\d+)\) - process (?P<rank>\d+)"),
 )
 
-# Begins of messages with which MPI libraries end a rank.
-_FATAL = re.compile(
-    r"MPI_ABORT was invoked|Abort\(-?\d+\) on node|Fatal error in (?:P?MPI_|internal_)"
-    r"|\*\*\* An error occurred in (?:MPI_|Socket closed)|It looks like MPI_INIT failed"
-    r"|No components were able to be opened|PML add procs failed"
-)
-LOST_CONNECTION = re.compile(r"\*\*\* An error occurred in Socket closed")
+LOST_CONNECTION = "*** An error occurred in Socket closed"
 """Message of a rank that has lost the connection to another one (Open MPI over TCP)."""
 
+# Begins of messages with which MPI libraries end a rank.
+_FATAL = re.compile(
+    rf"{re.escape(LOST_CONNECTION)}|\*\*\* An error occurred in MPI_|It looks like MPI_INIT failed"
+    r"|MPI_ABORT was invoked|Abort\(-?\d+\) on node|Fatal error in (?:P?MPI_|internal_)"
+    r"|No components were able to be opened|PML add procs failed"
+)
 MAX_LINES = 10
 
 

@@ -245,7 +245,7 @@ class Outcome(Follower):
         of_rank = self._mpi_errors.rank
         who = "the ranks" if of_rank is None else f"rank {of_rank}"
         lines = "\n".join(f"    {line}" for line in words.splitlines())
-        if LOST_CONNECTION.search(words):
+        if LOST_CONNECTION in words:
             silent = sorted({*ended.ranks.values()} - {of_rank, *(rank for rank, _ in self._consequences)})
             gone = f"rank {silent[0]}" if len(silent) == 1 else "a rank"
             return self._lost(
