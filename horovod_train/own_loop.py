@@ -29,12 +29,13 @@ from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.state.generators import rng_state, seed_generators
 from horovod_train.frameworks.torch.step.deferred import Outcome
+from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, make_strategy
 from horovod_train.health.desync import check_replicas_identical
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.lr.policy import policy_of
-from horovod_train.rank import RankServices, resume
+from horovod_train.rank import RankServices, check_data, resume
 from horovod_train.registry import OBSERVERS
 from horovod_train.training import loop
 from horovod_train.training.exchange import PeriodicExchange
@@ -95,6 +96,7 @@ def make_own_run(
         progress=loader.progress,
         is_open_ended=loader.num_epochs is None,
     )
+    check_data(run)
     run.hooks += [*services.hooks(OBSERVERS), SyncAfterSteps(services.exchange)]
     if mesh.world.rank == 0:
         services.report_started(run)
@@ -132,6 +134,7 @@ def prepare_replica(
             hint="describe a job with a task (docs/job.md), or use another strategy",
         )
     before = set(map(id, model.parameters()))
+    defer_hooks_after_accumulation(model)
     model = strategy.wrap(model, DevicePlacement(device, job.train))
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model.parameters())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.checkpoint.manager import Resumed as CheckpointContent
@@ -13,11 +16,13 @@ from horovod_train.checkpoint.write_report import WriteReport
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
+from horovod_train.data.shard import MicroBatch
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import CheckpointWritten, Notice, Resumed, Started, Summary, Target, Targets
 from horovod_train.events.wire import Reporter
-from horovod_train.frameworks.base import Framework, HasGenerators, Reader, Replica
+from horovod_train.frameworks.base import Framework, HasGenerators, HasPythonState, Reader, Replica
 from horovod_train.health.finite import FiniteGuard
+from horovod_train.health.same_data import NUM_SAMPLES, check_same_data
 from horovod_train.lr.policy import policy_of
 from horovod_train.registry import HOOKS
 from horovod_train.system.files import make_folder
@@ -192,6 +197,37 @@ def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_
         guard=FiniteGuard(job.health, mesh.world, scaler_skips=job.train.precision == "fp16"),
         progress=Progress(DataOrder(len(train_reader), job.train.seed, job.data.shuffle)),
     )
+
+
+def check_data(run: Run) -> None:
+    """Check that training and evaluation data are the same on all ranks. Collective.
+
+    Raises:
+        UserError: They differ.
+    """
+    if run.world.size == 1:
+        return
+    state = run.replica.python_state if isinstance(run.replica, HasPythonState) else None
+    with nullcontext() if state is None else state.kept():
+        for what, reader in (
+            ("the training data", run.train_reader),
+            ("the evaluation data", run.eval_reader),
+        ):
+            check_same_data(
+                run.world,
+                what,
+                0 if reader is None else len(reader),
+                partial(_batch_of, reader),
+                min(NUM_SAMPLES, run.job.train.batch_size_per_rank),
+            )
+
+
+def _batch_of(reader: Reader | None, numbers: Sequence[int]) -> object:
+    """Return a batch of some samples; None: there are none."""
+    if reader is None or not numbers:
+        return None
+    batch = MicroBatch(0, len(numbers), share=0.0)
+    return next(reader.read(0, np.array(numbers, np.int64), [batch]))
 
 
 def resume(

@@ -36,7 +36,7 @@ from horovod_train.health.world_check import check_world
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.horovod.launched import number_of, refuse_other_launchers
-from horovod_train.rank import RankServices, make_run, restore_from, resume
+from horovod_train.rank import RankServices, check_data, make_run, restore_from, resume
 from horovod_train.registry import FRAMEWORKS, SCRIPT, make_task_importable
 from horovod_train.system import streams
 from horovod_train.system.children import end_children
@@ -150,6 +150,7 @@ def run_rank(
     if isinstance(framework, HasDevice):
         watch_device(job, services.recorder, framework.gpu_uuid(), framework.device_memory)
     watch_this_rank(job, framework, world, warn, end, stack)
+    check_data(run)
     run.replica.broadcast()
     # Random numbers from here on (dropout) differ between ranks, but not within a model-parallel group.
     framework.seed(job.train.seed, mesh.data.rank + 1, 0)

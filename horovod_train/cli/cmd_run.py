@@ -51,14 +51,15 @@ def command(
     refuse_as_rank()
     from rich.console import Console
 
-    from horovod_train.launch.console import JobConsole
+    from horovod_train.launch.console import EVENTS_VARIABLE, JobConsole
     from horovod_train.system.streams import install_dropping_streams
 
     install_dropping_streams()
     launcher = request.job.launch.launcher
     click.echo(f"run {request.run_id}: {launcher} starts {request.num_ranks} rank(s); {request.run_dir}")
     with page_of(request.run_dir) if ui else nullcontext():
-        code = run_job(request, plan, JobConsole(Console()), is_new=not options["resolved"])
+        console = JobConsole(Console(), has_events=EVENTS_VARIABLE in os.environ)
+        code = run_job(request, plan, console, is_new=not options["resolved"])
     sys.exit(code)
 
 

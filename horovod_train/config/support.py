@@ -79,11 +79,6 @@ def _only_torch(*, has_sample_randomness: bool = False) -> tuple[Refused, ...]:
         ),
         Refused("ema", "averaging of weights is available only with framework: torch", "leave it out"),
         Refused(
-            "train.sync_batch_norm",
-            "synchronized batch normalization is available only with framework: torch",
-            "leave it out, or use framework: torch",
-        ),
-        Refused(
             "train.average_buffers",
             "averaging of buffers is available only with framework: torch",
             "leave it out, or use framework: torch",
@@ -101,6 +96,11 @@ def _compiles_itself(framework: str, *, has_sample_randomness: bool = False) -> 
             "leave it out",
         ),
         Refused("train.cuda_graph", f"is PyTorch's; {framework} compiles steps by itself", "leave it out"),
+        Refused(
+            "train.sync_batch_norm",
+            "batch normalization is synchronized only in PyTorch",
+            "leave it out, or use framework: torch",
+        ),
         Refused(
             "train.matmul_precision",
             f"is PyTorch's; {framework} has its own setting",

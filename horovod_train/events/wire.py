@@ -33,7 +33,7 @@ class Line:
     Attributes:
         raw: The line as received.
         rank: Rank that wrote it; None: the launcher, or unknown.
-        text: The line without the launcher's tag.
+        text: The line without the launcher's tag, and without an event that follows a text.
         event: The event in the text; None: ordinary output.
         is_launchers: Whether the line is the launcher's own output.
     """
@@ -51,7 +51,14 @@ class Line:
 
     def readable(self) -> str | None:
         """Return the line as text; None for events that are not shown to the user."""
-        return tagged(self.rank, self.text) if self.event is None else as_text(self.event, self.rank or 0)
+        if self.event is None:
+            return tagged(self.rank, self.text)
+        return self.text if self.has_text else as_text(self.event, self.rank or 0)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the line has a text beside its event."""
+        return not self.text.startswith(MARK)
 
 
 @dataclass
@@ -101,6 +108,11 @@ def to_line(event: Event, rank: int) -> str:
     return MARK + json.dumps({"kind": event.kind, "rank": rank, **event.model_dump()})
 
 
+def with_event(text: str | None, event: Event, rank: int) -> str:
+    """Return a line with a text and its event, for output that people and ``parse_line`` read."""
+    return f"{text}  {to_line(event, rank)}" if text else to_line(event, rank)
+
+
 def parse_line(raw: str) -> Line:
     """Parse a line of a launcher's output.
 
@@ -112,9 +124,10 @@ def parse_line(raw: str) -> Line:
     found = TAG.match(raw)
     rank = int(found[1]) if found else None
     text = (raw[found.end() :] if found else raw).rstrip("\r\n")
-    if text.startswith(MARK):
+    before, mark, document = text.partition(MARK)
+    if mark:
         try:
-            return Line(raw, *_parse_event(text.removeprefix(MARK), text))
+            return Line(raw, *_parse_event(document, before.rstrip() or text))
         except (ValueError, KeyError, TypeError, RecursionError):
             pass  # output of a task that looks like an event
     return Line(raw, rank, text, is_launchers=rank is None)

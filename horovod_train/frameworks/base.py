@@ -211,6 +211,7 @@ class IdenticalReplica:
     replicas_identical = True
     requires_equal_micro_batches = False
     passes_are_collective = False
+    python_state: PythonStateOfRank | None = None
 
     def rank_state(self) -> Mapping[str, ArrayBlob]:
         """Return an empty mapping: no state is specific to a rank."""
@@ -222,6 +223,11 @@ class IdenticalReplica:
 
 class Reader(Protocol):
     """Reader of a dataset in a given order."""
+
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset of this process; loader processes have copies."""
+        ...
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -309,6 +315,44 @@ class SchedulesArguments(Protocol):
     def set_arguments(self, values: Mapping[str, float]) -> None:
         """Set arguments of the optimizer, such as ``momentum``, for the next step."""
         ...
+
+
+class PythonStateOfRank(Protocol):
+    """State in Python of a task and its model on one rank (``python_state.py``)."""
+
+    not_restored: list[str]
+    """Values that the checkpoint from which the job has resumed does not contain."""
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Return a context that restores counters and random generators at its end."""
+        ...
+
+    def digests(self) -> Mapping[str, str]:
+        """Return a digest of each changed value that ranks should share, by name."""
+        ...
+
+    def differences(self) -> Mapping[str, str]:
+        """Return a text with the values of two ranks for each value that differs. Collective."""
+        ...
+
+    def unsaved(self) -> Mapping[str, str]:
+        """Return the changed values that checkpoints do not contain, with the reason."""
+        ...
+
+    def take(self) -> Mapping[str, ArrayBlob]:
+        """Return the changed values for a checkpoint. Collective."""
+        ...
+
+    def load(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> Sequence[Mapping[str, ArrayBlob]]:
+        """Load the values of a checkpoint; return the state of ranks without them."""
+        ...
+
+
+@runtime_checkable
+class HasPythonState(Protocol):
+    """A replica of a job whose task may have state in Python."""
+
+    python_state: PythonStateOfRank | None
 
 
 @runtime_checkable

@@ -188,6 +188,11 @@ class NumpyReader:
         """Return the number of samples."""
         return self._length
 
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset of this process; loader processes have copies."""
+        return self._dataset
+
     def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         """Yield the collated batch of each micro-batch."""
         return timed(self._read(epoch, order, micro_batches))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from horovod_train.collectives.base import Communicator
 from horovod_train.data.shard import epoch_order, num_steps, steps_of_epoch
 from horovod_train.errors import UserError
+from horovod_train.health.same_data import check_same_data
 
 
 class Shards:
@@ -44,6 +45,7 @@ class Shards:
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
+        self._is_checked = False
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # of the epoch that was read last
 
     def __len__(self) -> int:
@@ -61,9 +63,23 @@ class Shards:
             yield self.batch(number, index)
 
     def batch(self, number: int, index: int) -> tuple[float, tuple[Any, ...]]:
-        """Return weight and batch of one step of an epoch, as ``epoch`` yields them."""
+        """Return weight and batch of one step of an epoch, as ``epoch`` yields them.
+
+        All ranks must make the first call, in which they compare their arrays.
+
+        Raises:
+            UserError: Arrays differ between ranks.
+        """
         if self._order is None or self._order[0] != number:
             self._order = number, epoch_order(self.num_samples, self._seed, number, shuffle=self._shuffle)
+        if not self._is_checked:
+            self._is_checked = True
+            check_same_data(
+                self._world,
+                "the arrays",
+                self.num_samples,
+                lambda numbers: [np.asarray(array)[numbers] for array in self._arrays],
+            )
         order = self._order[1]
         step = next(
             steps_of_epoch(

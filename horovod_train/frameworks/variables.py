@@ -9,6 +9,7 @@ import numpy as np
 
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
+from horovod_train.errors import UserError
 from horovod_train.frameworks.arrays import (
     Array,
     check_fits,
@@ -31,6 +32,21 @@ class Variable(Protocol):
     def assign(self, value: Any) -> Any:
         """Overwrite the value."""
         ...
+
+
+def refuse_synchronized(layers: Iterable[Any], world: Communicator) -> None:
+    """Raise ``UserError`` if a layer requests statistics over ranks, which Keras computes on its own rank.
+
+    Keras synchronizes ``BatchNormalization(synchronized=True)`` over the replicas of ``tf.distribute`` only.
+    """
+    found = [layer.name for layer in layers if getattr(layer, "synchronized", False) is True]
+    if found and world.size > 1:
+        raise UserError(
+            f"the layer {found[0]!r} has synchronized=True, but Keras would normalize over the samples of "
+            "each rank",
+            hint="leave synchronized out, to normalize over the samples of each rank; or use framework: "
+            "torch with train.sync_batch_norm",
+        )
 
 
 def named(variables: Iterable[Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class VariablesReplica(IdenticalReplica):
         layers: Sequence[Any],
         scale: LossScale | None = None,
     ) -> None:
+        variables.refuse_synchronized(layers, world)
         self.model = model
         self.optimizer = optimizer
         self.scale = scale or LossScale(is_enabled=False)

@@ -16,7 +16,7 @@ from horovod_train.config.launch import Launch
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
 from horovod_train.errors import KeyUsedError, LaunchError, UnansweredError
-from horovod_train.events.text import tagged
+from horovod_train.events.types import Progress
 from horovod_train.events.wire import parse_line
 from horovod_train.horovod.mpi import installed_mpi
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
@@ -144,10 +144,10 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
         with interrupted_by_signals(TerminationRequested):
             for line in launcher.logs(job, follow=True):
                 parsed = parse_line(line)
-                if parsed.event is not None:
+                if isinstance(parsed.event, Progress) or not (parsed.event is None or parsed.has_text):
                     console.show(parsed.event, parsed.rank or 0)
-                else:
-                    console.print(tagged(parsed.rank, parsed.text))
+                elif (text := parsed.readable()) is not None:
+                    console.print(text)
             status = launcher.wait(job)
     except TerminationRequested as termination:
         console.print(f"{job.job_id}: {'drain' if termination.is_patient else 'cancel'} requested")

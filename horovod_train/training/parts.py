@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from time import time
 
@@ -11,7 +11,7 @@ from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.manager import CheckpointManager, Resumed
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.errors import CheckpointError, NumericError, describe_ranks
-from horovod_train.frameworks.base import Replica
+from horovod_train.frameworks.base import HasPythonState, Replica
 from horovod_train.health.desync import check_before_saving
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import StepRecord
@@ -65,7 +65,9 @@ def save_checkpoint(
     holders = None  # None: rank 0 has all arrays
     if world.size > 1:
         holders = check_before_saving(world, replica.state(copy=False), progress.step)
-    own = replica.rank_state()
+    own = dict(replica.rank_state())
+    if isinstance(replica, HasPythonState) and replica.python_state is not None:
+        own.update(replica.python_state.take())
     manager.save(
         progress.step,
         take_state=lambda copy: replica.state(copy=copy),
@@ -128,7 +130,12 @@ def _load(
 ) -> None:
     replica.load_state(resumed.state)
     # Empty data: the rank had no per-rank state.
-    replica.load_rank_states([parse_state(data)[1] if data else {} for data in resumed.own])
+    of_ranks: Sequence[Mapping[str, ArrayBlob]] = [
+        parse_state(data)[1] if data else {} for data in resumed.own
+    ]
+    if isinstance(replica, HasPythonState) and replica.python_state is not None:
+        of_ranks = replica.python_state.load(of_ranks)
+    replica.load_rank_states(of_ranks)
     if resumed.rng is not None:
         load_rng(*parse_state(resumed.rng))
 

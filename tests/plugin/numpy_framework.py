@@ -45,6 +45,7 @@ from horovod_train.frameworks.arrays import (
 )
 from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.python_state import state_of_task
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader
 from horovod_train.frameworks.task import load_task
@@ -310,7 +311,9 @@ class NumpyFramework:
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
         eval_data = getattr(task, "eval_data", None)
         replica = NumpyReplica(task, optimizer, mesh.data)
-        return replica, read(task.train_data()), read(eval_data()) if eval_data else None
+        readers = read(task.train_data()), read(eval_data()) if eval_data else None
+        replica.python_state = state_of_task(mesh.world, task, readers)
+        return replica, *readers
 
     def gpu_uuid(self) -> str:
         """Return the GPU that a test plays (``tests/fakes/pynvml.py``)."""

@@ -45,6 +45,7 @@ ROOMS = {
         "health.join_watch",
         "health.device_watch",
         "health.finite",
+        "health.same_data",
         "checkpoint.arrays",
         "checkpoint.stored_arrays",
         "checkpoint.plain_weights",

@@ -95,7 +95,7 @@ class TestRendering:
         assert [e["port"] for e in monitor["spec"]["podMetricsEndpoints"]] == ["metrics-0", "metrics-1"]
 
     def test_holds_no_secret_but_its_place(self):
-        (variable,) = dict(pods("secrets"))["Launcher"]["spec"]["containers"][0]["env"]
+        *_, variable = dict(pods("secrets"))["Launcher"]["spec"]["containers"][0]["env"]
         document = text("secrets")
 
         assert variable["valueFrom"] == {"secretKeyRef": {"name": "tracking", "key": "api-key"}}

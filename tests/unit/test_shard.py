@@ -149,7 +149,7 @@ def test_batches_of_a_trainer_have_the_lengths_of_its_steps(num_samples, batch_s
 
 def test_a_batch_of_a_step_is_that_of_the_epoch():
     numbers = np.arange(23)
-    worlds = [SimpleNamespace(rank=rank, size=3) for rank in range(3)]
+    worlds = [SimpleNamespace(rank=rank, size=3, allgather=lambda data: [data] * 3) for rank in range(3)]
     shards = [Shards(world, numbers, batch_size=2) for world in worlds]
 
     for epoch in (1, 0):

@@ -36,8 +36,9 @@ def broadcast(model: keras.Model, world: Communicator) -> None:
     """Broadcast weights and optimizer state from rank 0.
 
     Raises:
-        UserError: Ranks have created different models.
+        UserError: Ranks have created different models, or a layer requests statistics over ranks.
     """
+    variables.refuse_synchronized(model._flatten_layers(), world)  # noqa: SLF001  (no public function)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     variables.broadcast(world, variables.named([*variables.shared_state(model), *model.optimizer.variables]))

@@ -33,6 +33,7 @@ from horovod_train.frameworks.keras.optimizer import distribute, exchange_of
 from horovod_train.frameworks.keras.replica import KerasReplica
 from horovod_train.frameworks.keras.task import OPTIONAL, REQUIRED, KerasTask
 from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.python_state import state_of_task
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.refused_callbacks import check_callbacks
@@ -94,7 +95,10 @@ class KerasFramework:
         check_callbacks(self._callbacks, "keras")
         report_unsaved(self._callbacks, world)
         self._replica = KerasReplica(model, world)
-        return self._replica, self._train_reader, read(eval_data()) if eval_data else None
+        eval_reader = read(eval_data()) if eval_data else None
+        readers = [self._train_reader, eval_reader]
+        self._replica.python_state = state_of_task(mesh.world, self._task, readers)
+        return self._replica, self._train_reader, eval_reader
 
     def fit(self, bridge: Bridge) -> None:
         """Train to the end of the job, with one call of ``model.fit`` per epoch."""

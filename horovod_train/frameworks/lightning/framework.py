@@ -29,11 +29,15 @@ from horovod_train.frameworks.lightning.callbacks import (
 )
 from horovod_train.frameworks.lightning.strategy import HorovodStrategy
 from horovod_train.frameworks.lightning.task import OPTIONAL, REQUIRED, LightningTask
+from horovod_train.frameworks.python_state import state_of_task
+from horovod_train.frameworks.python_values import Root
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.comm.sync_batch_norm import set_counted
 from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import (
+    TorchFramework,
     choose_device,
     reader_factory,
     set_global_options,
@@ -68,6 +72,7 @@ class LightningFramework(TorchBased):
         self._task: LightningTask = load_task(job.task, job.task_args, REQUIRED)
         report_unused_methods(self._task, (*REQUIRED, *OPTIONAL), world)
         module = DevicePlacement(device, job.train)(self._task.model())
+        TorchFramework.synchronize(module, job, mesh)
         self._callbacks = own_callbacks(self._task, module)
         report_not_called(module, world)
         log_exactly(module)
@@ -97,6 +102,13 @@ class LightningFramework(TorchBased):
         )
         self._replica.evaluate_now = self._evaluate
         self._replica.callbacks = CallbackState(world)
+        ignored = frozenset(vars(lightning.LightningModule()))
+        self._replica.python_state = state_of_task(
+            mesh.world,
+            self._task,
+            [self._train_reader, self._eval_reader],
+            Root("module", module, ignored, is_trained=True),
+        )
         return self._replica, self._train_reader, self._eval_reader
 
     def fit(self, bridge: Bridge) -> None:
@@ -255,6 +267,7 @@ class _StepTimer(lightning.Callback):
         if batch_idx % self._source.accumulation_steps == 0:
             self._lr = self._bridge.lr
             self._rates.set_job_rate(self._lr)
+        set_counted(is_micro_batch_counted=self._source.share_of(batch_idx) > 0)
         # Undo Lightning's division by the number of micro-batches: the shares already sum to 1.
         self._strategy.share = self._source.share_of(batch_idx) * self._source.accumulation_steps
 

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import lightning
@@ -24,10 +25,21 @@ from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Allreduce
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, broadcast_model, size_bytes_of
+from horovod_train.frameworks.torch.comm.collectives import (
+    TorchCommunicator,
+    broadcast_model,
+    size_bytes_of,
+    sum_over,
+    tensor_communicator,
+)
 from horovod_train.frameworks.torch.comm.exchange import Exchange
+from horovod_train.frameworks.torch.comm.sync_batch_norm import synchronize_batch_norm
 from horovod_train.frameworks.torch.state.blobs import pack_tensors, unpack_tensors
 from horovod_train.frameworks.torch.step import deferred
+from horovod_train.frameworks.torch.step.gradient_hooks import (
+    GradientHooks,
+    defer_hooks_after_accumulation,
+)
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
@@ -170,11 +182,14 @@ class HorovodStrategy(ParallelStrategy):
         """Broadcast rank 0's weights; before a fit, also scale learning rates and create the reducer."""
         super().setup(trainer)
         assert self.model is not None
+        self._hooks = GradientHooks(list(self.model.parameters()).copy)
         if self.world.size > 1:
             self._synchronize_metrics()
+            self._synchronize_batch_norm()
             broadcast_model(self.model, self.world)
         if trainer.state.fn == TrainerFn.FITTING:
             scale_rates(self.optimizers, [c.scheduler for c in self.lr_scheduler_configs], self.lr_factor)
+            defer_hooks_after_accumulation(self.model)
             if self._is_automatic:
                 (optimizer,) = self.optimizers
                 self.gradients = summed_gradients(self.world, self._allreduce)
@@ -204,6 +219,7 @@ class HorovodStrategy(ParallelStrategy):
         **kwargs: object,
     ) -> torch.Tensor:
         """Run backward for this rank's weighted loss."""
+        self._hooks.defer()
         if self.gradients is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         weighted = closure_loss * self.share
@@ -221,6 +237,7 @@ class HorovodStrategy(ParallelStrategy):
         if self.gradients is not None and not self._is_blocked:
             assert self._weighted_loss is not None
             self.loss = self.gradients.reduce(self._weighted_loss)
+            self._hooks.call()
             self._weighted_loss = None
 
     @contextmanager
@@ -240,13 +257,16 @@ class HorovodStrategy(ParallelStrategy):
         **kwargs: object,
     ) -> object:
         """Perform an optimizer step; with manual optimization, average the optimizer's gradients first."""
-        if self.world.size > 1 and not self._is_automatic:
-            self._average_gradients_of(optimizer)
+        if not self._is_automatic:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if self.world.size > 1:
+                self._average_gradients_of(parameters)
+            GradientHooks(lambda: parameters).call()
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    def _average_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
+    def _average_gradients_of(self, optimized: list[torch.nn.Parameter]) -> None:
         """Average gradients over ranks; if only other ranks have a gradient, this rank contributes zeros."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [p for p in optimized if p.requires_grad]
         num_users = self.world.allreduce_sum([float(p.grad is not None) for p in parameters])
         used = [p for p, users in zip(parameters, num_users, strict=True) if users]
         for parameter in used:
@@ -280,15 +300,15 @@ class HorovodStrategy(ParallelStrategy):
     def all_gather(
         self, tensor: torch.Tensor, group: object = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """Return the tensors of all ranks, shape [ranks, ...]."""
+        """Return the tensors of all ranks, shape [ranks, ...].
+
+        With ``sync_grads``, the gradient of this rank's tensor is the sum of its gradients on all ranks, as
+        losses are weighted by their samples; Horovod's own operation averages it.
+        """
         if self.world.size == 1:
             return tensor.unsqueeze(0)
-        sent = tensor if sync_grads else tensor.detach()
-        hvd = self._horovod.hvd
-        gathered: torch.Tensor = self._horovod.call(
-            lambda: hvd.allgather(sent.unsqueeze(0).contiguous()), "all_gather", size_bytes_of(sent)
-        )
-        return gathered
+        found: torch.Tensor = _Gather.apply(tensor if sync_grads else tensor.detach(), self._horovod)  # type: ignore[no-untyped-call]
+        return found
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank ``src``'s object: numbers, text, tensors, and lists, tuples and mappings of them.
@@ -324,6 +344,14 @@ class HorovodStrategy(ParallelStrategy):
                 module.dist_sync_fn = self._gather_tensors
                 module.distributed_available_fn = lambda: True
 
+    def _synchronize_batch_norm(self) -> None:
+        """Make ``SyncBatchNorm`` use the statistics of all ranks; ``sync_batchnorm`` of Trainer adds it."""
+        assert self.model is not None
+        if self._layer_sync is not None:
+            self._layer_sync.apply(self.model)  # in place, because the module itself is no such layer
+        total = partial(sum_over, tensor_communicator(self.world))
+        synchronize_batch_norm(self.model, total, every=False, prefix="horovod_train.batch_norm")
+
     def _gather_tensors(self, tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
         """Return the tensor of each rank; shapes may differ."""
         tree, arrays = pack_tensors({"value": tensor}, None)
@@ -348,6 +376,30 @@ class HorovodStrategy(ParallelStrategy):
         if ratio != 1.0:
             rescale_checkpoint(checkpoint, ratio)
         return checkpoint
+
+
+class _Gather(torch.autograd.Function):
+    """Tensors of all ranks, shape [ranks, ...]; in the backward pass, the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, world: TorchCommunicator) -> torch.Tensor:
+        ctx.world = world
+        own = tensor.detach().unsqueeze(0).contiguous()
+        gathered: torch.Tensor = world.call(
+            lambda: world.hvd.allgather(own), "all_gather", size_bytes_of(own)
+        )
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        world: TorchCommunicator = ctx.world
+        (gradient,) = (each.contiguous() for each in gradients)
+        total: torch.Tensor = world.call(
+            lambda: world.hvd.allreduce(gradient, op=world.hvd.Sum),
+            "all_gather.grad",
+            size_bytes_of(gradient),
+        )
+        return total[world.rank], None
 
 
 def scale_rates(optimizers: Any, schedulers: Any, factor: float) -> None:

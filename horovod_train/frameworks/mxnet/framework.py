@@ -20,6 +20,7 @@ from horovod_train.frameworks.mxnet.exchange import to_arrays
 from horovod_train.frameworks.mxnet.replica import MxnetReplica, Seeds
 from horovod_train.frameworks.mxnet.task import OPTIONAL, REQUIRED
 from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.python_state import state_of_task
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.task import load_task, report_unused_methods
@@ -64,7 +65,9 @@ class MxnetFramework:
             context=context,
             seeds=self._seeds,
         )
-        return replica, train_reader, read(eval_data()) if eval_data else None
+        eval_reader = read(eval_data()) if eval_data else None
+        replica.python_state = state_of_task(mesh.world, task, [train_reader, eval_reader])
+        return replica, train_reader, eval_reader
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of the generators of Python and NumPy, and the seeds of steps."""

@@ -19,6 +19,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.python_state import state_of_task
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.task import load_task, report_unused_methods
@@ -75,7 +76,9 @@ class TensorflowFramework:
             job=job,
             task=task,
         )
-        return replica, train_reader, read(eval_data()) if eval_data else None
+        eval_reader = read(eval_data()) if eval_data else None
+        replica.python_state = state_of_task(mesh.world, task, [train_reader, eval_reader])
+        return replica, train_reader, eval_reader
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of Python's, NumPy's, TensorFlow's and the model's generators."""

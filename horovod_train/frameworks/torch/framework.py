@@ -22,6 +22,8 @@ from horovod_train.config.schema import Allreduce, Compile, Job, Train
 from horovod_train.config.strategies import strategy_requires_mpi
 from horovod_train.errors import HorovodTrainError, UnknownNameError
 from horovod_train.frameworks.devices import own_gpu
+from horovod_train.frameworks.python_state import state_of_task
+from horovod_train.frameworks.python_values import Root
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, sum_over, tensor_communicator
@@ -51,6 +53,7 @@ from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_
 from horovod_train.frameworks.torch.state.local_tensors import whole_model
 from horovod_train.frameworks.torch.state.meta_weights import load_initial, meta_parameters
 from horovod_train.frameworks.torch.state.optimizer import explain_closure, optimizer_over
+from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.step.random_functions import install
@@ -59,6 +62,7 @@ from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, make_strategy
 from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, TorchTask
 from horovod_train.frameworks.torch.verify.model_check import check_model
+from horovod_train.frameworks.torch.verify.room import has_room
 from horovod_train.frameworks.torch.verify.task_copy import copy_of_task, copy_of_value, generators_of
 from horovod_train.frameworks.torch.verify.verification import StrategyVerifier, refused
 
@@ -98,6 +102,7 @@ class TorchFramework(TorchBased):
         plain_task = copy_of_task(task)
         model = make_model(task, strategy, weights)
         check_model(model)
+        defer_hooks_after_accumulation(model)
         self.synchronize(model, job, mesh, strategy.sum_in_pass)
         recompute_activations(model, recomputed)
         read = reader_factory(job, device)
@@ -141,9 +146,21 @@ class TorchFramework(TorchBased):
             ema=job.ema,
             noise=strategy.noise,
         )
-        if is_verified(job) and can_be_copied(task, mesh):
+        if is_verified(job) and can_be_copied(task, mesh) and has_room(model, strategy, device, mesh.world):
             reference = reference_replica(job, mesh, plain_task, device)
             replica.first_steps.verifier = StrategyVerifier(job, reference, replica, mesh.world, is_explained)
+        replica.python_state = state_of_task(
+            mesh.world,
+            task,
+            [reader, eval_reader],
+            Root(
+                "model",
+                model,
+                frozenset(vars(torch.nn.Module())),
+                is_trained=True,
+                is_shared=mesh.data.size == mesh.world.size,
+            ),
+        )
         if recorder is not None:
             replica.record_steps(recorder, only_if_faster=job.train.cuda_graph == "auto")
         return replica, reader, eval_reader
@@ -225,6 +242,7 @@ def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.devic
     strategy = summed_gradients(mesh.data, Allreduce(), name="verify")
     with seeded_as_at_the_start(job):
         plain = make_model(task, strategy, initial_weights(job))
+        defer_hooks_after_accumulation(plain)
         TorchFramework.synchronize(plain, job, mesh, prefix="verify.batch_norm")
         model = DevicePlacement(device, job.train)(plain)
         optimizer = optimizer_of(job, task, model, mesh.data.size)

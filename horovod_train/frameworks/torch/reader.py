@@ -104,6 +104,9 @@ class TorchReader:
         collate: Joins samples into a batch, if the dataset has no ``collate``.
         by_sample: Seed augmentation for each sample, instead of for each micro-batch.
 
+    Attributes:
+        dataset: The dataset of this process; loader processes have copies.
+
     Raises:
         UserError: The dataset has no length or no samples, or cannot be sent to loader processes.
     """
@@ -121,6 +124,7 @@ class TorchReader:
     ) -> None:
         self._by_sample = by_sample
         self._length = checked_length(dataset)
+        self.dataset = dataset
         self._seed = seed
         self._placed = placed
         self._schedule = _Schedule()

@@ -34,12 +34,15 @@ from horovod_train.frameworks.callbacks import (
     CallbackState,
     report_unsaved,
 )
+from horovod_train.frameworks.python_state import state_of_task
+from horovod_train.frameworks.python_values import Root
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.refused_callbacks import check_callbacks
 from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import (
+    TorchFramework,
     choose_device,
     reader_factory,
     set_global_options,
@@ -47,6 +50,7 @@ from horovod_train.frameworks.torch.framework import (
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.state.generators import seed_generators
 from horovod_train.frameworks.torch.state.optimizer import GroupRates, optimizer_over
+from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
 from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy
@@ -86,6 +90,7 @@ class TransformersFramework(TorchBased):
         self._task: TransformersTask = load_task(job.task, job.task_args, REQUIRED)
         report_unused_methods(self._task, (*REQUIRED, *OPTIONAL), world)
         model = DevicePlacement(device, job.train)(self._task.model())
+        TorchFramework.synchronize(model, job, mesh)
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer_over(job, parameters, world.size)
         collate = getattr(self._task, "collate", default_data_collator)
@@ -93,6 +98,7 @@ class TransformersFramework(TorchBased):
         eval_data = getattr(self._task, "eval_data", None)
         eval_set = eval_data() if eval_data else None
         self._train_reader = read(self._task.train_data())
+        defer_hooks_after_accumulation(model)
         self._gradients = summed_gradients(world, job.allreduce)
         self._gradients.bind(model, optimizer)
         self._replica = TrainerReplica(
@@ -119,7 +125,14 @@ class TransformersFramework(TorchBased):
         check_callbacks(self._callbacks, "transformers")
         report_unsaved(self._callbacks, world)
         self._replica.callbacks = CallbackState(world)
-        return self._replica, self._train_reader, read(eval_set) if eval_set is not None else None
+        eval_reader = read(eval_set) if eval_set is not None else None
+        self._replica.python_state = state_of_task(
+            mesh.world,
+            self._task,
+            [self._train_reader, eval_reader],
+            Root("model", model, frozenset(vars(nn.Module())), is_trained=True),
+        )
+        return self._replica, self._train_reader, eval_reader
 
     def fit(self, bridge: Bridge) -> None:
         """Train to the end of the job with ``Trainer``."""

@@ -11,6 +11,7 @@ import copyreg
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,16 @@ from horovod_train.frameworks.reader import batch_length, checked_length
 from horovod_train.frameworks.torch.comm.collectives import (
     TorchCommunicator,
     broadcast_model,
+    sum_over,
     tensor_communicator,
 )
+from horovod_train.frameworks.torch.comm.sync_batch_norm import set_counted, synchronize_batch_norm
 from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.frameworks.torch.step import deferred
+from horovod_train.frameworks.torch.step.gradient_hooks import (
+    GradientHooks,
+    defer_hooks_after_accumulation,
+)
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.transformers.batches import ShardedBatches
@@ -108,6 +115,8 @@ class HorovodTrainerMixin:
             {"bucket_size_mib": bucket_size_mib, "wire_dtype": wire_dtype}
         )
         self.gradients: Strategy | None = None
+        self._hooks: GradientHooks | None = None
+        self._are_counted: list[bool] = []  # of the remaining micro-batches of the current step
         self.local_loss = torch.zeros(())
         self._weights: (
             list[float] | list[torch.Tensor]
@@ -159,6 +168,7 @@ class HorovodTrainerMixin:
         # Filled on the device and not read here, so that the host does not wait for the device.
         numbers = torch.full((2,), float(sum(lengths)), dtype=torch.float64, device=device)
         numbers[1] = mine
+        self._are_counted = [length > 0 for length in lengths]
         total, items = self._sum_over_ranks(numbers)
         if has_items:
             # The model divides by the number of items in the whole step.
@@ -182,6 +192,8 @@ class HorovodTrainerMixin:
         self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         """Return the loss; in training, weighted for the mean over the global batch."""
+        if model.training and not return_outputs:
+            set_counted(is_micro_batch_counted=self._are_counted.pop(0))
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
         if not model.training or return_outputs:
             return found
@@ -196,6 +208,9 @@ class HorovodTrainerMixin:
         if self.gradients is None:
             self._prepare_ranks(model)
         assert self.gradients is not None
+        if self._hooks is None:
+            self._hooks = GradientHooks(list(model.parameters()).copy)
+        self._hooks.defer()
         is_last = bool(self.accelerator.sync_gradients)
         if is_last:
             self.gradients.set_requires_sync(is_last=True)
@@ -211,11 +226,18 @@ class HorovodTrainerMixin:
 
     def _complete(self, gradients: Strategy) -> torch.Tensor:
         """Wait for the sum of gradients over ranks; return the loss of the global batch."""
-        return gradients.reduce(self.local_loss)
+        loss = gradients.reduce(self.local_loss)
+        assert self._hooks is not None
+        self._hooks.call()
+        return loss
 
     def _prepare_ranks(self, model: nn.Module) -> None:
         """Broadcast rank 0's weights; create the gradient reducer."""
         broadcast_model(model, self.world)
+        synchronize_batch_norm(
+            model, partial(sum_over, self._ranks), every=False, prefix="horovod_train.batch_norm"
+        )
+        defer_hooks_after_accumulation(model)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.gradients = summed_gradients(self.world, self._allreduce)
         self.gradients.bind(model, optimizer)

@@ -91,7 +91,7 @@ class ShowOnConsole(Follower):
                 if not line.is_launchers and not CHATTER.search(line.text):
                     self._console.print(tagged(line.rank, line.text))
             case Failure():
-                pass
+                self._console.record(line.event, line.rank or 0)
             case Preempted() if self._is_preempted:
                 pass
             case event:

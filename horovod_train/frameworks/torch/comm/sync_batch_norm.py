@@ -153,15 +153,20 @@ def _shaped(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return per_channel.view(1, -1, *[1] * (like.dim() - 2))
 
 
+def set_counted(*, is_micro_batch_counted: bool) -> None:
+    """Set whether the following micro-batches are counted in the statistics."""
+    global is_counted  # noqa: PLW0603  (``forward`` has no argument for it)
+    is_counted = is_micro_batch_counted
+
+
 @contextmanager
 def without_statistics() -> Iterator[None]:
     """Exclude the micro-batches of the block from the statistics."""
-    global is_counted  # noqa: PLW0603  (``forward`` has no argument for it)
-    is_counted = False
+    set_counted(is_micro_batch_counted=False)
     try:
         yield
     finally:
-        is_counted = True
+        set_counted(is_micro_batch_counted=True)
 
 
 def synchronize_batch_norm(model: torch.nn.Module, sum_over_ranks: Sum, *, every: bool, prefix: str) -> int:

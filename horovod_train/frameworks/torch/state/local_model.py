@@ -11,7 +11,7 @@ import torch
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, any_rank
 from horovod_train.config.schema import Train
-from horovod_train.frameworks.base import StepClock, add_metric
+from horovod_train.frameworks.base import PythonStateOfRank, StepClock, add_metric
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model
 from horovod_train.frameworks.torch.comm.sync_batch_norm import without_statistics
 from horovod_train.frameworks.torch.state.saved_state import SavedState, load_rank_states, rank_state_of
@@ -44,6 +44,7 @@ class ReplicaBase:
         averaged: Averaged weights, which evaluation uses instead of the trained weights.
         loss: Loss of the current step.
         is_training: Whether modules are in training mode.
+        python_state: State in Python of the task and the model; None: the user's own loop has it.
         first_steps: Checks of the first steps.
     """
 
@@ -62,6 +63,7 @@ class ReplicaBase:
     averaged: AveragedWeights
     loss: StepLoss
     is_training: bool
+    python_state: PythonStateOfRank | None = None
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context of a forward pass, for the job's precision."""

@@ -28,7 +28,7 @@ def unsharded_parameters(
     for parameter in model.parameters():
         if parameter.dim() == 0 or parameter.numel() == 0:
             found[parameter] = "has no elements to share"
-        elif num_hooks(parameter, of_tensor=True):
+        elif num_hooks(parameter):
             found[parameter] = "has hooks of its gradient"
         elif not parameter.is_contiguous():
             found[parameter] = "is not contiguous"

@@ -19,10 +19,10 @@ from horovod_train.frameworks.torch.strategies.base import Strategy
 Gradients = list[torch.Tensor | None]
 
 
-def num_hooks(parameter: torch.nn.Parameter, *, of_tensor: bool) -> int:
-    """Return the number of a parameter's post-accumulate hooks; if ``of_tensor``, add its tensor hooks."""
+def num_hooks(parameter: torch.nn.Parameter) -> int:
+    """Return the number of hooks of a parameter's gradient."""
     number = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-    return number + len(parameter._backward_hooks or ()) if of_tensor else number  # noqa: SLF001
+    return number + len(parameter._backward_hooks or ())  # noqa: SLF001
 
 
 class GradientWatch:
@@ -39,8 +39,6 @@ class GradientWatch:
         parameters: Callable[[], Sequence[torch.nn.Parameter]],
     ) -> None:
         self._model, self._strategy, self._parameters = model, strategy, parameters
-        # Tensor hooks (``register_hook``) are also lost if the strategy has replaced the parameters.
-        self._sees_hooks_of_tensors = not strategy.capabilities.whole_weights
         self._num_hooks = 0
         self._gradients: Gradients = []
         self._versions: list[int] = []
@@ -94,7 +92,7 @@ class GradientWatch:
         return next(parameter for parameter, is_same in zip(parameters, same, strict=True) if not is_same)
 
     def _hooks_of(self, parameters: Iterable[torch.nn.Parameter]) -> int:
-        return sum(num_hooks(each, of_tensor=self._sees_hooks_of_tensors) for each in parameters)
+        return sum(map(num_hooks, parameters))
 
     def _name_of(self, parameter: torch.nn.Parameter) -> str:
         return next((name for name, each in self._model.named_parameters() if each is parameter), "")

@@ -8,7 +8,7 @@ loss and the gradients are divided by the total count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -19,6 +19,7 @@ from horovod_train.events.types import WAIT_PHASE
 from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.comm.collectives import sum_over, tensor_communicator
 from horovod_train.frameworks.torch.step.deferred import Number, Sent
+from horovod_train.frameworks.torch.step.gradient_hooks import GradientHooks
 from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.task import check_count, checked_loss, is_sum_and_count
@@ -34,6 +35,7 @@ class StepLoss:
         data_ranks: The data-parallel group.
         all_ranks: All ranks of the job; differs from ``data_ranks`` under tensor and pipeline parallelism.
         device: Device of the losses.
+        parameters: Returns the parameters that may have gradients; their hooks see the complete gradients.
 
     Attributes:
         local: This rank's part of the loss, shape [].
@@ -42,10 +44,15 @@ class StepLoss:
     """
 
     def __init__(
-        self, strategy: Strategy, data_ranks: Communicator, all_ranks: Communicator, device: torch.device
+        self,
+        strategy: Strategy,
+        data_ranks: Communicator,
+        all_ranks: Communicator,
+        device: torch.device,
+        parameters: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         self._strategy, self._data_ranks, self._all_ranks = strategy, data_ranks, all_ranks
-        self._device = device
+        self._device, self._hooks = device, GradientHooks(parameters)
         self.local = torch.zeros((), device=device)
         self._num_samples = 1
         self._kinds: set[bool] = set()
@@ -61,6 +68,7 @@ class StepLoss:
         self._num_samples = step.share.num_samples
         self._kinds.clear()
         self._denominator = None
+        self._hooks.defer()
 
     def add(self, weighted: torch.Tensor) -> None:
         """Add a micro-batch's weighted loss, as returned by ``weigh``."""
@@ -123,6 +131,7 @@ class StepLoss:
             self._strategy.divide_gradients(total)
             loss = loss / total
         self._noise_numbers = self._moments(total)
+        self._hooks.call()
         clock.lap(WAIT_PHASE)
         clock.settle(self._data_ranks, lambda: Sent(loss.reshape(1)).read())
         return loss

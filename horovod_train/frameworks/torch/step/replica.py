@@ -110,7 +110,7 @@ class TorchReplica(ReplicaBase):
         self._guard_gradients = self._health.non_finite == "skip"
         # Parameters that other ranks own are meta tensors.
         self.device = next(p.device for p in model.parameters() if not p.is_meta)
-        self.loss = StepLoss(strategy, data_ranks, self.all_ranks, self.device)
+        self.loss = StepLoss(strategy, data_ranks, self.all_ranks, self.device, self._with_gradients)
         self.noise = self.loss.noise = noise
         self.scaler: torch.amp.GradScaler = DeviceScaler(self.device.type, enabled=train.precision == "fp16")
         self.loss.scale = self.scaler.get_scale

@@ -39,6 +39,7 @@ from horovod_train.frameworks.torch.state.trained import OptimizedParameters
 from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
+from horovod_train.frameworks.torch.verify.model_check import refuse_hooks_of_parameters
 
 MAX_IN_FLIGHT = 3
 """Maximum number of buckets in flight; without a limit, they would need the memory of the whole gradient."""
@@ -86,6 +87,7 @@ class Zero(Strategy):
         """
         super().bind(model, optimizer)
         check_elementwise(optimizer, "zero")
+        refuse_hooks_of_parameters(model, "zero")
         self._numbering = [parameter.name for parameter in super().optimized()]
         self._candidates = OptimizedParameters(model, optimizer).named()
         self._required = {name: p.requires_grad for name, p in self._candidates.items()}

@@ -53,9 +53,9 @@ def _check_value(name: str, value: object) -> None:
 def refuse_hooks_of_parameters(model: torch.nn.Module, strategy: str) -> None:
     """Raise ``UserError`` with the first parameter that has hooks: the strategy replaces parameters."""
     for name, parameter in model.named_parameters():
-        if num_hooks(parameter, of_tensor=True):
+        if num_hooks(parameter):
             raise UserError(
-                f"strategy {strategy}: {name!r} has hooks of its gradient, which are lost where ranks "
-                "hold parts of it",
-                hint="use strategy: allreduce, ddp or zero, or a hook of the module",
+                f"strategy {strategy}: {name!r} has a hook of its gradient, which needs the whole gradient, "
+                "but a rank has only a part of it",
+                hint="use strategy: allreduce, ddp or fsdp",
             )

@@ -16,6 +16,7 @@ from horovod_train.config.kubernetes import Kubernetes, Volume
 from horovod_train.config.kubernetes_rules import num_workers, workers_for
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
+from horovod_train.launch.console import EVENTS_VARIABLE
 from horovod_train.launch.launchers.mpijob.document import Manifest, merge
 
 API_VERSION = "kubeflow.org/v2beta1"
@@ -178,7 +179,8 @@ def _launcher(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
         "name": "launcher",
         **_image(job),
         "command": command,
-        "env": _secrets(job),
+        # Output is all that a client can read when the pods have ended.
+        "env": [{"name": EVENTS_VARIABLE, "value": "1"}, *_secrets(job)],
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
         "securityContext": _container_security(job, is_worker=False),
         "volumeMounts": _mounts(job),

@@ -37,6 +37,7 @@ from horovod_train.frameworks.torch.state.optimizer import clone_optimizer
 from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement
 from horovod_train.frameworks.torch.strategies.deepspeed.flat_state import FlatState
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
+from horovod_train.frameworks.torch.verify.model_check import refuse_hooks_of_parameters
 from horovod_train.system.optional import import_optional
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class DeepSpeed(TorchDistributed):
         """
         super().bind(model, optimizer)
         check_elementwise(optimizer, "deepspeed")
+        refuse_hooks_of_parameters(model, "deepspeed")
         self._check_groups(optimizer)
         self._numbering = [parameter.name for parameter in super().optimized()]
         self._num_parameters = super().num_parameters()
