@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 from horovod_train.collectives.base import Communicator, allgather_json
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.errors import describe_ranks
 from horovod_train.frameworks.arrays import from_blob, to_blob
 from horovod_train.frameworks.plain_data import encoded, fingerprint, is_generator
@@ -174,18 +176,22 @@ class PythonState:
                 yield value
 
 
-def state_of_task(world: Communicator, task: object, readers: Sequence[Any], *models: Root) -> PythonState:
-    """Return the state in Python of a task, of its data sets, and of models, on all ranks of ``world``.
+def state_of_task(mesh: Mesh, task: object, readers: Sequence[Any], *models: Root) -> PythonState:
+    """Return the state in Python of a task, of its data sets, and of models.
+
+    In a model-parallel group, only some ranks call the task or a module: their state is not compared.
 
     Args:
-        world: All ranks of the job.
+        mesh: The ranks of the job.
         task: The task.
         readers: Readers of training and evaluation data; None: there is no such data.
         models: Models that PyTorch trains; models of other frameworks have no attributes that change.
     """
+    is_shared = mesh.data.size == mesh.world.size
     data = [
         Root(name, reader.dataset, is_shared=False, max_bytes=MAX_BYTES_OF_DATA)
         for name, reader in zip(("train_data", "eval_data"), readers, strict=False)
         if reader is not None
     ]
-    return PythonState(world, [*models, Root("task", task), *data])
+    shared = [replace(each, is_shared=is_shared) for each in (*models, Root("task", task))]
+    return PythonState(mesh.world, [*shared, *data])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError, dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -168,19 +168,16 @@ def _of_module(
 
 
 def code_of(roots: Sequence[Root]) -> list[Root]:
-    """Return the user's classes and modules that define the objects."""
-    classes: dict[type, None] = {}
+    """Return the user's classes that define the objects, and the modules that contain them."""
+    found: dict[int, Root] = {}
     for root in roots:
         parts = root.target.modules() if _is_module(root.target) else [root.target]
-        for part in parts:
-            classes |= dict.fromkeys(each for each in type(part).__mro__ if not _is_of_library(each))
-    modules = {
-        each.__module__: sys.modules[each.__module__] for each in classes if each.__module__ in sys.modules
-    }
-    return [
-        *(Root(each.__qualname__, each) for each in classes),
-        *(Root(name, module) for name, module in modules.items()),
-    ]
+        classes = (kind for part in parts for kind in type(part).__mro__ if not _is_of_library(kind))
+        for kind in classes:
+            found.setdefault(id(kind), replace(root, name=kind.__qualname__, target=kind))
+            if (module := sys.modules.get(kind.__module__)) is not None:
+                found.setdefault(id(module), replace(root, name=module.__name__, target=module))
+    return list(found.values())
 
 
 def _is_module(value: object) -> bool:

@@ -56,7 +56,8 @@ def check_same_data(
     lengths = [of_rank[0] for of_rank in everyone]
     if other := _other(lengths):
         raise UserError(
-            f"{what} has {lengths[other]} samples on {describe_ranks([other])}, and {lengths[0]} on rank 0",
+            f"{what} differ between ranks: {lengths[other]} samples on {describe_ranks([other])}, "
+            f"{lengths[0]} on rank 0",
             hint=HINT,
         )
     if not _other([of_rank[1] for of_rank in everyone]):
@@ -72,7 +73,7 @@ def check_same_data(
             row = differing[0].partition(" ")[0]
             which = f"sample {numbers[int(row)]}" if row else f"a batch of samples {numbers}"
             raise UserError(
-                f"{what} differs between ranks: {which} on {describe_ranks([rank])} is not that of rank 0 "
+                f"{what} differ between ranks: {which} on {describe_ranks([rank])} is not that of rank 0 "
                 f"({length} samples on both)",
                 hint=HINT,
             )

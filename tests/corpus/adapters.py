@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from corpus.base import Case
+from corpus.norms import SYNC
 
 NEEDS_OUR_LOOP = ("param_groups", "after_update")
 RELIES_ON_TRAIN = {"BnEval"}
@@ -19,7 +20,7 @@ COLUMNS = ("x", "t", "lengths", "y", "i")
 def fits(case: type[Case]) -> bool:
     """Whether a case is a model and a mean over samples, without what jobs of PyTorch alone have."""
     return not (
-        case.job
+        (case.job and case.job != SYNC)
         or case.splits
         or case.__name__ in RELIES_ON_TRAIN
         or case.is_refused

@@ -32,14 +32,36 @@ class RootPreHook(Case):
         return m
 
 
+class ClampHook(Case):
+    """a hook that clips a gradient by value, as is usual for recurrent networks"""
+
+    def net(self):
+        m = MLP()
+        for p in m.parameters():
+            p.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        return m
+
+
+class ClampAfterAccumulation(Case):
+    """a hook after accumulation that clips a gradient by value"""
+
+    def net(self):
+        m = MLP()
+        for p in m.parameters():
+            p.register_post_accumulate_grad_hook(clamp)
+        return m
+
+
+def clamp(p):
+    p.grad.clamp_(-0.01, 0.01)
+
+
 def halve(p):
     p.grad.mul_(0.5)
 
 
 class PostHook(Case):
     """a user's hook after accumulation: once for each step"""
-
-    stateful = True
 
     def net(self):
         m = MLP()

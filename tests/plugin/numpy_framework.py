@@ -312,7 +312,7 @@ class NumpyFramework:
         eval_data = getattr(task, "eval_data", None)
         replica = NumpyReplica(task, optimizer, mesh.data)
         readers = read(task.train_data()), read(eval_data()) if eval_data else None
-        replica.python_state = state_of_task(mesh.world, task, readers)
+        replica.python_state = state_of_task(mesh, task, readers)
         return replica, *readers
 
     def gpu_uuid(self) -> str:

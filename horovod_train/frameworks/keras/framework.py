@@ -97,7 +97,7 @@ class KerasFramework:
         self._replica = KerasReplica(model, world)
         eval_reader = read(eval_data()) if eval_data else None
         readers = [self._train_reader, eval_reader]
-        self._replica.python_state = state_of_task(mesh.world, self._task, readers)
+        self._replica.python_state = state_of_task(mesh, self._task, readers)
         return self._replica, self._train_reader, eval_reader
 
     def fit(self, bridge: Bridge) -> None:

@@ -104,7 +104,7 @@ class LightningFramework(TorchBased):
         self._replica.callbacks = CallbackState(world)
         ignored = frozenset(vars(lightning.LightningModule()))
         self._replica.python_state = state_of_task(
-            mesh.world,
+            mesh,
             self._task,
             [self._train_reader, self._eval_reader],
             Root("module", module, ignored, is_trained=True),

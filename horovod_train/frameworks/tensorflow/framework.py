@@ -77,7 +77,7 @@ class TensorflowFramework:
             task=task,
         )
         eval_reader = read(eval_data()) if eval_data else None
-        replica.python_state = state_of_task(mesh.world, task, [train_reader, eval_reader])
+        replica.python_state = state_of_task(mesh, task, [train_reader, eval_reader])
         return replica, train_reader, eval_reader
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:

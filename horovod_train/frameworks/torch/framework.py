@@ -150,7 +150,7 @@ class TorchFramework(TorchBased):
             reference = reference_replica(job, mesh, plain_task, device)
             replica.first_steps.verifier = StrategyVerifier(job, reference, replica, mesh.world, is_explained)
         replica.python_state = state_of_task(
-            mesh.world,
+            mesh,
             task,
             [reader, eval_reader],
             Root(
@@ -158,7 +158,6 @@ class TorchFramework(TorchBased):
                 model,
                 frozenset(vars(torch.nn.Module())),
                 is_trained=True,
-                is_shared=mesh.data.size == mesh.world.size,
             ),
         )
         if recorder is not None:

@@ -127,7 +127,7 @@ class TransformersFramework(TorchBased):
         self._replica.callbacks = CallbackState(world)
         eval_reader = read(eval_set) if eval_set is not None else None
         self._replica.python_state = state_of_task(
-            mesh.world,
+            mesh,
             self._task,
             [self._train_reader, eval_reader],
             Root("model", model, frozenset(vars(nn.Module())), is_trained=True),
