@@ -44,6 +44,7 @@ class Lightning:
             def __init__(self) -> None:
                 super().__init__()
                 self.net = case.model()
+                case.gather = lambda z: self.all_gather(z, sync_grads=True).flatten(0, 1)
 
             def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
                 return case.loss(self.net, batch)

@@ -30,6 +30,25 @@ class Contrastive(Case):
         return F.cross_entropy(first @ second.T / 0.5, torch.arange(len(x)))
 
 
+class GatheredMean(Case):
+    """a term over the scores of all ranks, by `self.all_gather(scores, sync_grads=True)` of Lightning"""
+
+    only = ("lightning",)
+    num_samples = 24  # each rank gathers equally many rows
+    settings = ("easy",)  # a gather contains one micro-batch of each rank
+
+    def net(self):
+        return MLP()
+
+    def gather(self, scores):
+        return scores
+
+    def loss(self, model, batch):
+        x, t, _, y, _ = batch
+        scores = model(x, t)
+        return F.cross_entropy(scores, y) + self.gather(scores).mean(0).exp().sum()
+
+
 class Triplet(Case):
     """the model is called three times in a loss"""
 

@@ -257,6 +257,7 @@ def main() -> None:
         if settings.name in case.settings and not (settings is HARD and case.stateful)
         if not (strategy == "tensor_parallel" and case.plan is None)
         if strategy not in LOOPS or fits(case)
+        if case.only is None or strategy in case.only
         if options.case is None or name in options.case
     ]
     results = {}

@@ -71,6 +71,7 @@ class Noted:
             if (RANK, self.calls) == self.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(self.pause_s)
+            inputs = inputs * (1 + 0.001 * self.calls)  # a curriculum, whose progress only Python has
         return functional.cross_entropy(model(inputs), labels)
 
 

@@ -12,7 +12,8 @@ from horovod_train.cli.cmd_plan import sizes_of
 from horovod_train.config.memory import needs
 from horovod_train.config.schema import Job
 
-pytestmark = [pytest.mark.ranks, pytest.mark.campaign]
+pytestmark = pytest.mark.ranks
+CAMPAIGN = pytest.mark.campaign
 RANKS = 4
 TASK = {"layers": 8, "width": 1024, "head_width": 64, "length": 64, "num_samples": 64}
 STRATEGIES = {
@@ -56,7 +57,10 @@ def trained(folder, strategy, limit_kib):
     )
 
 
-@pytest.mark.parametrize("strategy", ["zero", "fsdp", "pipeline", "tensor_parallel"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero", *(pytest.param(name, marks=CAMPAIGN) for name in ("fsdp", "pipeline", "tensor_parallel"))],
+)
 def test_a_model_that_does_not_fit_a_rank_trains_when_one_field_is_changed(tmp_path, strategy):
     done = trained(tmp_path, {"name": strategy}, 1_700_000)
 
@@ -64,6 +68,7 @@ def test_a_model_that_does_not_fit_a_rank_trains_when_one_field_is_changed(tmp_p
     assert "2 steps" in done.stdout
 
 
+@CAMPAIGN
 def test_a_model_that_does_not_fit_says_what_would(tmp_path):
     done = trained(tmp_path, {"name": "allreduce"}, 1_700_000)
 
@@ -74,6 +79,7 @@ def test_a_model_that_does_not_fit_says_what_would(tmp_path):
     assert "strategy: zero shares the optimizer's state among ranks" in said
 
 
+@CAMPAIGN
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_ranks_take_what_was_said_before(tmp_path, sizes, name):
     job, (whole, shared) = sizes

@@ -189,6 +189,16 @@ def test_ranks_that_make_different_models_are_told_before_they_wait_for_each_oth
     assert "have different models" in done.stderr
 
 
+def test_ranks_that_have_the_samples_in_another_order_are_told_before_the_first_step(tmp_path):
+    path = job(tmp_path, task=TASK.replace("Noted", "Unsorted"), train={"batch_size_per_rank": 4})
+
+    done = cli("run", str(path), cwd=tmp_path, check=False)
+
+    assert done.returncode == 2
+    assert "the training data differ between ranks: sample 0 on rank 1 is not that of rank 0" in done.stderr
+    assert "sort the result of os.listdir and glob" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("launcher", "controller"),
     [

@@ -12,6 +12,8 @@ import keras, numpy as np
 from horovod_train.errors import UserError
 from horovod_train.frameworks.keras.back_ends.tensorflow import TensorflowBackEnd
 from horovod_train.frameworks.keras.losses import check_joint_loss, check_reduction
+from horovod_train.frameworks.variables import refuse_synchronized
+from types import SimpleNamespace
 """
 STREAM = (
     PRELUDE
@@ -185,6 +187,19 @@ assert "mask_zero" in refusal(keras.Sequential([masked, layers.Dense(2)]))
 assert not refusal(last), "the mask ends where the last state is taken"
 ignoring = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
 assert "ignore_class" in refusal(last, [ignoring])
+
+def refused(layer, size):
+    try:
+        refuse_synchronized([layer], SimpleNamespace(size=size))
+    except UserError as error:
+        return str(error)
+    return ""
+
+if keras.backend.backend() == "tensorflow":  # Keras itself refuses it on other back ends
+    synchronized = layers.BatchNormalization(synchronized=True, name="bn")
+    assert "the layer 'bn' has synchronized=True" in refused(synchronized, 2)
+    assert not refused(synchronized, 1)
+assert not refused(layers.BatchNormalization(), 2)
 """
 )
 

@@ -23,6 +23,7 @@ from support.hosts import described
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import KeyUsedError, LaunchError, LostError, PreemptedError
+from horovod_train.events.text import progress_text, summary_lines
 from horovod_train.events.types import Notice, Progress, Resumed, Targets
 from horovod_train.events.wire import Reporter, lines_of_ranks, parse_line, to_line
 from horovod_train.horovod import environment
@@ -349,6 +350,37 @@ class TestConsole:
         assert re.search(r"step 6/12  50 %  loss 0\.5000  lr 0\.1  900 samples/s  ETA 1:05", text)
         assert "above [it]" in text
 
+    def test_with_events_each_line_is_followed_by_its_event(self):
+        output = io.StringIO()
+        console = JobConsole(Console(file=output, width=80), has_events=True)
+        console.show(Targets(targets=()), 0)
+        console.show(Notice(text="a notice"), 3)
+        console.show(parse_line(event("summary")).event, 0)
+        console.record(Notice(text="shown elsewhere"), 1)
+
+        lines = [parse_line(line) for line in output.getvalue().splitlines()]
+        events = [(each.rank, each.event.kind) for each in lines if each.event is not None]
+        assert events == [(0, "targets"), (3, "notice"), (0, "summary"), (1, "notice")]
+        texts = [each.readable() for each in lines]
+        assert texts[:2] == [None, "rank 3: a notice"]
+        assert [text for text in texts if text and text.startswith("trained")] == texts[2:3]
+        assert texts.count("  checkpoint      none") == 1
+
+    def test_events_of_a_long_run_are_written_ever_less_often(self, monkeypatch):
+        now_s = [0.0]
+        monkeypatch.setattr("horovod_train.launch.console.monotonic", lambda: now_s[0])
+        output = io.StringIO()
+        console = JobConsole(Console(file=output, width=200), has_events=True)
+        for second in range(0, 100_000, 5):
+            now_s[0] = second
+            console.show(self.PROGRESS, 0)
+        console.show(self.PROGRESS.model_copy(update={"step": 12}), 0)
+
+        found = [parse_line(line).event for line in output.getvalue().splitlines()]
+        assert len(found) == 20_001
+        assert 3_000 < sum(each is not None for each in found) < 5_000
+        assert found[-1].step == 12
+
     def test_what_a_person_need_not_see_is_not_shown(self):
         output = io.StringIO()
         console = JobConsole(Console(file=output))
@@ -405,6 +437,24 @@ class TestFollowing:
             "j-run-1: succeeded",
         ]
         assert find_job("j-run-1").native_id == "4711"
+
+    def test_shows_the_text_of_a_line_that_also_has_an_event(self, tmp_path, monkeypatch):
+        summary = parse_line(event("summary")).event
+        pod = io.StringIO()
+        shown = JobConsole(Console(file=pod, width=200), has_events=True)
+        shown.show(TestConsole.PROGRESS, 0)
+        shown.show(Notice(text="a notice"), 0)
+        shown.show(summary, 0)
+
+        _, text, _ = self.follow(
+            tmp_path, monkeypatch, pod.getvalue().splitlines(), JobStatus("succeeded", 0)
+        )
+
+        assert text.splitlines()[1:-1] == [
+            progress_text(TestConsole.PROGRESS),
+            "rank 0: a notice",
+            *summary_lines(summary),
+        ]
 
     @pytest.mark.parametrize(
         ("number", "how"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 from support.api import served as served_api
 from support.fake_launcher import progress, summary
 from support.mpijobs import described
@@ -10,18 +13,28 @@ from support.waiting import wait_until
 
 import horovod_train as ht
 from horovod_train.client import tails
-from horovod_train.events.wire import to_line
+from horovod_train.events.text import summary_lines
+from horovod_train.launch.console import JobConsole
 from horovod_train.launch.launchers.mpijob import launcher as module
 from horovod_train.serve import streams
 from horovod_train.serve.page import serve_page
 
 SUBMIT = "submit-token-0123456789"
-OUTPUT = [
-    to_line(progress(1, 2.0), 0),
-    "[1,1]<stdout>:hello",
-    to_line(progress(2, 1.0), 0),
-    to_line(summary(steps=2, metrics={"accuracy": 0.5}, checkpoint="/runs/step-2"), 0),
-]
+
+
+def output_of_a_pod():
+    """What the launcher's pod prints: that of ``run`` without a terminal, with events."""
+    output = io.StringIO()
+    console = JobConsole(Console(file=output, width=80), has_events=True)
+    console.show(progress(1, 2.0), 0)
+    console.print("[rank 1] hello")
+    console.show(progress(2, 1.0).model_copy(update={"num_steps": 2}), 0)
+    console.show(ENDED, 0)
+    return output.getvalue()
+
+
+ENDED = summary(steps=2, metrics={"accuracy": 0.5}, checkpoint="/runs/step-2")
+OUTPUT = output_of_a_pod()
 
 
 @pytest.fixture
@@ -54,7 +67,7 @@ def api(request, cluster, tmp_path):
 def trains(cluster, job):
     cluster.add_condition(job, "Created")
     cluster.add_condition(job, "Running")
-    cluster.add_launcher(job, "".join(f"{line}\n" for line in OUTPUT))
+    cluster.add_launcher(job, OUTPUT)
 
 
 def succeeds(cluster, job):
@@ -70,6 +83,8 @@ def test_a_job_that_succeeds_has_output_events_metrics_and_a_result(api, cluster
     assert job.launcher == "mpijob"
     assert job.wait(20).state == "succeeded"
     assert [line for line in job.logs(follow=True) if "hello" in line] == ["[rank 1] hello"]
+    assert not [line for line in job.logs() if "@horovod-train" in line]
+    assert [line for line in job.logs() if line.startswith("trained ")] == [next(summary_lines(ENDED))]
     assert [record.event.kind for record in job.events()] == ["progress", "progress", "summary"]
     assert job.metrics()["loss"] == [(1, 2.0), (2, 1.0)]
     result = job.result()
