@@ -87,19 +87,20 @@ resumes them, and changes strategy and number of ranks. `data_parallel` needs tw
 CALLBACKS_HEAD = """
 ## State in Python
 
-A job may change state that is neither a weight nor a buffer: attributes of the task, of a PyTorch module or of
-a dataset, class attributes, and variables of the task's module. Values that have changed since the start are
-part of each checkpoint: numbers, text, arrays, tensors, random generators, lists, tuples, dictionaries, sets
-and queues of these, and the result of `state_dict()` for objects that also have `load_state_dict()`; these two
-methods of the task replace its attributes. A notice names changed values that a checkpoint does not contain:
-iterators, other objects, values above 256 MiB (1 MiB for datasets), and the same values again on resume.
-Variables that only a closure refers to, and datasets in loader processes (`data.num_workers`), are not
-examined.
+A job may change state that is neither a weight nor a buffer: attributes of the task, of a PyTorch module or
+of a dataset, class attributes, and variables of the task's module. Values that have changed since the start
+are part of each checkpoint: numbers, text, arrays, tensors, random generators, lists, tuples, dictionaries,
+sets and queues of these, and the result of `state_dict()` for objects that also have `load_state_dict()`;
+these two methods of the task replace its attributes. A notice names changed values that a checkpoint does
+not contain: iterators, other objects, values above 256 MiB (1 MiB for datasets), and the same values again
+on resume. Variables that only a closure refers to, and datasets in loader processes (`data.num_workers`),
+are not examined.
 
 All ranks should have the same state, as one process has one. It is compared after the first step, then at
-growing intervals up to half a minute, and a notice names a value that differs, with two ranks: for example a
-running mean of rewards that each rank computes from its own samples. Compute it from the samples of all ranks, or
-keep it in a buffer of the model that `train.average_buffers` names. Random generators and datasets may differ.
+growing intervals up to half a minute, and a notice names a value that differs, with two ranks: for example
+a running mean of rewards that each rank computes from its own samples. Compute it from the samples of all
+ranks, or keep it in a buffer of the model that `train.average_buffers` names. Random generators and
+datasets may differ.
 
 ## Callbacks
 
