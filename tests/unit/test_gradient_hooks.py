@@ -116,6 +116,34 @@ def test_ranks_train_as_one_process_with_hooks(name, size, accumulation, loss):
     assert is_trained == (name != "discards after accumulation")
 
 
+def test_a_hook_of_several_gradients_runs_within_the_backward_pass():
+    seen = []
+
+    def observed(world):
+        model = copy.deepcopy(MODEL)
+        torch.autograd.graph.register_multi_grad_hook(
+            list(model.parameters()), lambda gradients: seen.append(len(gradients))
+        )
+        strategy = summed_gradients(world, Allreduce())
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        strategy.bind(model, optimizer)
+        made = TorchReplica(
+            model=model,
+            optimizer=optimizer,
+            strategy=strategy,
+            data_ranks=world,
+            train=Train(),
+            task=Task(mean),
+        )
+        share = share_of_step(
+            0, NUM_SAMPLES, batch_size=6, accumulation_steps=1, rank=world.rank, size=world.size
+        )
+        made.step(PlannedStep(share, iter([torch.arange(6)])), LR, want_norm=False)
+
+    assert on_ranks(2, observed) == [None, None]
+    assert seen == [4, 4]
+
+
 def test_a_hook_that_the_loss_registers_is_refused():
     def registers(model, batch):
         model[0].weight.register_hook(clamped)

@@ -10,6 +10,7 @@ is a sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -73,10 +74,22 @@ class GradientHooks:
                 parameter.grad = gradient
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether a user has registered a hook of a parameter's gradient that can be deferred."""
+    hooks = (*_of_tensor(parameter).values(), *_after_accumulation(parameter).values())
+    return any(_is_of_user(hook) or isinstance(hook, _Deferred) for hook in hooks)
+
+
 def _defer(hooks: Hooks) -> None:
     for number, hook in hooks.items():
-        if not isinstance(hook, _Deferred):
+        if _is_of_user(hook):
             hooks[number] = _Deferred(hook)
+
+
+def _is_of_user(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is the user's; those of ``register_multi_grad_hook`` must run within backward."""
+    is_of_torch = isinstance(hook, FunctionType) and hook.__module__.partition(".")[0] == "torch"
+    return not (is_of_torch or isinstance(hook, _Deferred))
 
 
 def _of_tensor(parameter: torch.Tensor) -> Hooks:

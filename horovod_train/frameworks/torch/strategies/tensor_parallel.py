@@ -93,7 +93,7 @@ class TensorParallel(ModelParallel):
         Raises:
             UserError: There is no plan, or it does not fit the model.
         """
-        refuse_hooks_of_parameters(model, self._job.strategy.name)
+        refuse_hooks_of_parameters(model, self._job.strategy.name, are_parameters_replaced=True)
         init_process_group(self._world, move_to_device.device, self._job.health)
         broadcast_model(model, self._world)
         placed = move_to_device(model)

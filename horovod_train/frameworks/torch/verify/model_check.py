@@ -7,6 +7,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from horovod_train.checkpoint.arrays import DTYPE_CODES, METADATA
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.step.gradient_hooks import has_hooks
 from horovod_train.frameworks.torch.step.gradient_watch import num_hooks
 
 
@@ -50,10 +51,15 @@ def _check_value(name: str, value: object) -> None:
         )
 
 
-def refuse_hooks_of_parameters(model: torch.nn.Module, strategy: str) -> None:
-    """Raise ``UserError`` with the first parameter that has hooks: the strategy replaces parameters."""
+def refuse_hooks_of_parameters(
+    model: torch.nn.Module, strategy: str, *, are_parameters_replaced: bool = False
+) -> None:
+    """Raise ``UserError`` with the first parameter that has a hook of its gradient.
+
+    If the strategy replaces parameters, hooks that only observe gradients are refused, too.
+    """
     for name, parameter in model.named_parameters():
-        if num_hooks(parameter):
+        if num_hooks(parameter) if are_parameters_replaced else has_hooks(parameter):
             raise UserError(
                 f"strategy {strategy}: {name!r} has a hook of its gradient, which needs the whole gradient, "
                 "but a rank has only a part of it",
