@@ -178,9 +178,13 @@ def _deepspeed(sizes: Sizes, job: Job, num_ranks: int) -> MemoryEstimate:
 
 
 def _pipeline(sizes: Sizes, job: Job, num_ranks: int) -> MemoryEstimate:
-    """Return the memory for the first of approximately equal stages, because it stores most activations."""
+    """Return the memory for the first of approximately equal stages, because it stores most activations.
+
+    The process traces a second, whole model before the first one is cut into stages.
+    """
     stage = max([sizes.weights / num_ranks, sizes.weights - sum(sizes.units), *sizes.units])
     part = sizes.weights / stage
     under_way = min(num_ranks, job.train.accumulation_steps)
     need = _need(sizes, weights=part, gradients=part, optimizer=part, passes=num_ranks / under_way)
-    return replace(need, process=need.process + TRACER_BYTES)
+    process = max(need.peak, 2 * sizes.weights) + sizes.process + TRACER_BYTES
+    return replace(need, process=process)
