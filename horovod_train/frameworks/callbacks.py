@@ -6,27 +6,22 @@ reported before training starts.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 from horovod_train.collectives.base import Communicator
 from horovod_train.errors import UserError
-from horovod_train.frameworks.arrays import from_blob, to_blob
+from horovod_train.frameworks.plain_data import decoded, fingerprint, is_plain, packed, unpacked
 from horovod_train.frameworks.refused_callbacks import PACKAGES
 
 log = logging.getLogger(__name__)
 OWN_STATE = "@callbacks/"
 """Prefix of the names of their arrays in the state that is specific to a rank."""
 SET_BY_KERAS = {"params"}
-TREE = f"{OWN_STATE}tree"
 LIBRARIES = {"torch", "tensorflow", "jax", "logging"}.union(*PACKAGES.values())
 """Packages whose objects are not state of the callback that refers to them."""
 
@@ -34,7 +29,7 @@ LIBRARIES = {"torch", "tensorflow", "jax", "logging"}.union(*PACKAGES.values())
 def attributes_of(callback: object) -> dict[str, Any]:
     """Return the attributes of a callback that are data: numbers, text, arrays, and containers of them."""
     return {
-        name: value for name, value in vars(callback).items() if name not in SET_BY_KERAS and _is_data(value)
+        name: value for name, value in vars(callback).items() if name not in SET_BY_KERAS and is_plain(value)
     }
 
 
@@ -43,7 +38,7 @@ def unsaved_attributes(callback: object) -> dict[str, str]:
     return {
         name: type(value).__name__
         for name, value in vars(callback).items()
-        if not (_is_data(value) or callable(value) or _is_of_a_framework(value))
+        if not (is_plain(value) or callable(value) or _is_of_a_framework(value))
     }
 
 
@@ -86,28 +81,16 @@ class CallbackState:
     def rank_state(self) -> dict[str, ArrayBlob]:
         """Return the state as arrays; raise CheckpointError if it contains objects other than data."""
         state = {name: each for name, each in self.take().items() if each}
-        if not state:
-            return {}
-        tree, arrays = pack_tree(_plain(state), lambda leaf: isinstance(leaf, np.ndarray))
-        text = np.frombuffer(json.dumps(tree).encode(), np.uint8)
-        return {TREE: to_blob(text)} | {f"{OWN_STATE}{name}": to_blob(each) for name, each in arrays.items()}
+        return packed(state, OWN_STATE) if state else {}
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
         """Store this rank's state for ``loaded``; a rank that did not save a state uses that of rank 0."""
-        blobs = (
-            dict(of_ranks[self._world.rank if self._world.rank < len(of_ranks) else 0]) if of_ranks else {}
-        )
-        text = blobs.pop(TREE, None)
-        arrays = {
-            name.removeprefix(OWN_STATE): from_blob(blob)
-            for name, blob in blobs.items()
-            if name.startswith(OWN_STATE)
-        }
-        self._loaded = {} if text is None else unpack_tree(json.loads(bytes(text.data)), arrays)
+        rank = self._world.rank if self._world.rank < len(of_ranks) else 0
+        self._loaded = (unpacked(of_ranks[rank], OWN_STATE) if of_ranks else None) or {}
 
     def loaded(self, name: str) -> Any:
         """Return and remove the loaded state of a callback; None: no state is stored."""
-        return self._loaded.pop(name, None)
+        return decoded(self._loaded.pop(name, None))
 
     def report_unused(self) -> None:
         """Log the callbacks whose state was loaded and that the task no longer returns, on rank 0."""
@@ -129,7 +112,9 @@ class Attributes:
         self.is_loaded = False
         self._callbacks = dict(named(callbacks))
         self._initial = {
-            name: {key: _frozen(value) for key, value in attributes_of(callback).items()}
+            name: {
+                key: fingerprint(value, by_identity=True) for key, value in attributes_of(callback).items()
+            }
             for name, callback in self._callbacks.items()
         }
 
@@ -147,7 +132,7 @@ class Attributes:
             name: {
                 key: value
                 for key, value in attributes_of(callback).items()
-                if _frozen(value) != self._initial[name].get(key)
+                if fingerprint(value, by_identity=True) != self._initial[name].get(key)
             }
             for name, callback in self._callbacks.items()
         }
@@ -197,39 +182,5 @@ class GuardedLearningRate:
             self._last = rates
 
 
-def _is_data(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(_is_data(each) for pair in value.items() for each in pair)
-    if isinstance(value, list | tuple):
-        return not hasattr(value, "_fields") and all(_is_data(each) for each in value)
-    return (
-        value is None
-        or isinstance(value, bool | int | float | str | np.ndarray | np.generic)
-        or _is_tensor(value)
-    )
-
-
-def _is_tensor(value: object) -> bool:
-    # PyTorch is not imported, because it may be missing in a Keras job.
-    return type(value).__module__ == "torch" and type(value).__name__ == "Tensor"
-
-
 def _is_of_a_framework(value: object) -> bool:
     return any(each.__module__.partition(".")[0] in LIBRARIES for each in type(value).__mro__[:-1])
-
-
-def _frozen(value: object) -> object:
-    """Return a snapshot of a value; snapshots of equal values are equal."""
-    tree, arrays = pack_tree(_plain(value), lambda leaf: isinstance(leaf, np.ndarray))
-    return repr(tree), {name: (each.dtype, each.shape, each.tobytes()) for name, each in arrays.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Return nested state with NumPy arrays instead of tensors, and numbers instead of NumPy scalars."""
-    if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(each) for each in value) if not hasattr(value, "_fields") else value
-    if isinstance(value, np.generic):
-        return value.item()
-    return value.detach().cpu().numpy() if _is_tensor(value) else value

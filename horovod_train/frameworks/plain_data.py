@@ -6,6 +6,7 @@ elements in a dictionary with one reserved key: its kind, and its content.
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -17,8 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_train.checkpoint.tree import RESERVED
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.checkpoint.tree import RESERVED, pack_tree, unpack_tree
 from horovod_train.errors import CheckpointError
+from horovod_train.frameworks.arrays import from_blob, to_blob
 
 KIND = "__kind__"
 SCALARS = (type(None), bool, int, float, str)
@@ -183,8 +186,6 @@ def encoded(value: Any) -> Any:
     for kind in KINDS:
         if kind.has(value):
             return _tagged(kind.name, kind.encode(value))
-    if isinstance(value, SCALARS) or isinstance(value, np.ndarray):  # noqa: SIM101  (two kinds of values)
-        return value
     if type(value) in (list, tuple):
         return type(value)(encoded(each) for each in value)
     if type(value) in SEQUENCES.values():
@@ -192,7 +193,29 @@ def encoded(value: Any) -> Any:
         return _tagged(type(value).__name__, [limit, [encoded(each) for each in value]])
     if type(value) is dict and all(isinstance(key, str) and key not in {*RESERVED, KIND} for key in value):
         return {key: encoded(each) for key, each in value.items()}
-    return _tagged(type(value).__name__, [[encoded(key), encoded(each)] for key, each in value.items()])
+    if type(value) in MAPPINGS.values():
+        return _tagged(type(value).__name__, [[encoded(key), encoded(each)] for key, each in value.items()])
+    return value  # a scalar or an array; of another value, ``packed`` raises an error with its place
+
+
+def packed(value: Any, prefix: str) -> dict[str, ArrayBlob]:
+    """Return a plain value as arrays of a checkpoint, whose names begin with a prefix.
+
+    Raises:
+        CheckpointError: It contains a value that is not plain.
+    """
+    tree, arrays = pack_tree(encoded(value), lambda leaf: isinstance(leaf, np.ndarray))
+    text = np.frombuffer(json.dumps(tree).encode(), np.uint8)
+    blobs = {f"{prefix}{name}": to_blob(array) for name, array in arrays.items()}
+    return {f"{prefix}tree": to_blob(text), **blobs}
+
+
+def unpacked(blobs: Mapping[str, ArrayBlob], prefix: str) -> Any:
+    """Return the data that ``decoded`` converts to the value that was packed; None: there is none."""
+    own = {name.removeprefix(prefix): blob for name, blob in blobs.items() if name.startswith(prefix)}
+    text = own.pop("tree", None)
+    arrays = {name: from_blob(blob) for name, blob in own.items()}
+    return None if text is None else unpack_tree(json.loads(bytes(text.data)), arrays)
 
 
 def _tagged(kind: str, content: Any) -> dict[str, Any]:

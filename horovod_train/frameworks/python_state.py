@@ -9,22 +9,17 @@ each checkpoint, and compared between ranks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.errors import describe_ranks
-from horovod_train.frameworks.arrays import from_blob, to_blob
-from horovod_train.frameworks.plain_data import encoded, fingerprint, is_generator
+from horovod_train.frameworks.plain_data import encoded, fingerprint, is_generator, packed, unpacked
 from horovod_train.frameworks.python_values import (
     MAX_BYTES_OF_DATA,
     MAX_VALUES,
@@ -42,7 +37,6 @@ from horovod_train.frameworks.python_values import (
 
 OWN_STATE = "@python/"
 """Prefix of the names of arrays in a checkpoint's state of ranks."""
-TREE = f"{OWN_STATE}tree"
 
 
 class PythonState:
@@ -125,13 +119,10 @@ class PythonState:
         if not changed or (self._world.rank and everyone[0] == mine):
             return {}
         document = {
-            "values": [[each.root, list(each.path), encoded(each.content)] for each in saved],
+            "values": [[each.root, list(each.path), each.content] for each in saved],
             "unsaved": [f"{name} ({reason})" for name, reason in self.unsaved().items()],
         }
-        tree, arrays = pack_tree(document, lambda leaf: isinstance(leaf, np.ndarray))
-        text = np.frombuffer(json.dumps(tree).encode(), np.uint8)
-        blobs = {f"{OWN_STATE}{name}": to_blob(array) for name, array in arrays.items()}
-        return {TREE: to_blob(text), **blobs}
+        return packed(document, OWN_STATE)
 
     def load(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> list[dict[str, ArrayBlob]]:
         """Set the values that ranks have saved; a rank that has saved none takes those of rank 0.
@@ -142,22 +133,17 @@ class PythonState:
         Raises:
             CheckpointError: A value has another kind than the present one.
         """
-        own = of_ranks[self._world.rank] if self._world.rank < len(of_ranks) else {}
-        blobs = own if TREE in own else (of_ranks[0] if of_ranks else {})
-        if TREE in blobs:
-            self._load(blobs)
+        rank = self._world.rank if self._world.rank < len(of_ranks) else 0
+        found = [unpacked(of_rank, OWN_STATE) for of_rank in (of_ranks[rank : rank + 1] or [{}])]
+        document = found[0] or (unpacked(of_ranks[0], OWN_STATE) if of_ranks else None)
+        if document is not None:
+            self._restore(document)
         return [
             {name: blob for name, blob in of_rank.items() if not name.startswith(OWN_STATE)}
             for of_rank in of_ranks
         ]
 
-    def _load(self, blobs: Mapping[str, ArrayBlob]) -> None:
-        arrays = {
-            name.removeprefix(OWN_STATE): from_blob(blob)
-            for name, blob in blobs.items()
-            if name.startswith(OWN_STATE) and name != TREE
-        }
-        document = unpack_tree(json.loads(bytes(blobs[TREE].data)), arrays)
+    def _restore(self, document: Any) -> None:
         self.not_restored = list(document["unsaved"])
         roots = {root.name: root.target for root in self._roots}
         for root, path, data in document["values"]:
