@@ -88,9 +88,15 @@ class CallbackState:
         rank = self._world.rank if self._world.rank < len(of_ranks) else 0
         self._loaded = (unpacked(of_ranks[rank], OWN_STATE) if of_ranks else None) or {}
 
-    def loaded(self, name: str) -> Any:
-        """Return and remove the loaded state of a callback; None: no state is stored."""
-        return decoded(self._loaded.pop(name, None))
+    def loaded(self, name: str, present: Mapping[str, Any] | None = None) -> Any:
+        """Return and remove the loaded state of a callback; None: no state is stored.
+
+        Mutable values of ``present``, the callback's attributes, are changed in place.
+        """
+        data = self._loaded.pop(name, None)
+        if present is None or data is None:
+            return decoded(data)
+        return {key: decoded(each, present.get(key)) for key, each in data.items()}
 
     def report_unused(self) -> None:
         """Log the callbacks whose state was loaded and that the task no longer returns, on rank 0."""
@@ -122,7 +128,7 @@ class Attributes:
         """Set attributes to their saved values, and add changed attributes to later checkpoints."""
         self.is_loaded = True
         for name, callback in self._callbacks.items():
-            vars(callback).update(saved.loaded(name) or {})
+            vars(callback).update(saved.loaded(name, vars(callback)) or {})
         saved.report_unused()
         saved.take = self.changed
 

@@ -31,7 +31,6 @@ MAX_BYTES = 2**28
 MAX_BYTES_OF_DATA = 2**20
 """The same for a data set, whose changing attributes are mostly caches."""
 MAX_SMALL_BYTES = 2**16
-MAX_SHOWN = 60
 LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {
     "torch", "numpy", "horovod", "horovod_train", "lightning", "pytorch_lightning", "torchmetrics", "keras",
     "tensorflow", "jax", "jaxlib", "flax", "optax", "mxnet", "transformers", "tokenizers", "datasets",
@@ -245,12 +244,13 @@ def _size_bytes(value: Any) -> int:
 
 
 def text_of(value: object) -> str:
-    """Return a value as a short text."""
+    """Return a number as text, or the type of another value, which may be confidential."""
+    if isinstance(value, bool | int | float | complex | np.generic):
+        return str(value)
     if is_tensor(value) or isinstance(value, np.ndarray):
         shape = list(value.shape)  # type: ignore[attr-defined]
-        return str(value.item()) if not shape else f"an array of shape {shape}"  # type: ignore[attr-defined]
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+        return f"an array of shape {shape}" if shape else str(value.item())  # type: ignore[attr-defined]
+    return f"a {type(value).__name__}"
 
 
 # -- setting

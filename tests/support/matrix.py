@@ -107,8 +107,9 @@ datasets may differ.
 Keras, Lightning and Transformers call the callbacks that a task's `callbacks()` returns. Each checkpoint
 contains their state, which is restored on resume: `state_dict()` and `on_save_checkpoint()` of Lightning's
 callbacks and modules; of other callbacks, the attributes that training has changed (numbers, text, arrays,
-containers of these). Attributes of other types, and methods of a module that a job does not call, such as
-`configure_optimizers()`, are reported at the start. A callback that sets the learning rate ends the job.
+random generators, containers of these). Attributes of other types, and methods of a module that a job does
+not call, such as `configure_optimizers()`, are reported at the start. A callback that sets the learning
+rate ends the job.
 These callbacks are refused:
 
 """

@@ -293,6 +293,21 @@ def test_values_that_differ_between_ranks_are_found_with_two_ranks():
         assert differences == {"task.own": "0.0 on rank 0, 0.5 on rank 1"}
 
 
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda rank: f"secret-{rank}", "a str"),
+        (lambda rank: [rank], "a list"),
+        (lambda rank: np.full(3, rank), "an array of shape [3]"),
+        (lambda rank: torch.tensor(1.5 if rank else 1.5001), "1.5"),
+    ],
+)
+def test_only_numbers_are_shown(make, text):
+    for differences, _, _ in on(2, lambda task, rank: vars(task).update(own=make(rank))):
+        assert differences["task.own"].endswith(f"{text} on rank 1")
+        assert "secret" not in differences["task.own"]
+
+
 def test_rank_0_saves_for_all_unless_they_differ():
     equal = on(3, lambda task, _: vars(task).update(shared=1))
     different = on(3, lambda task, rank: vars(task).update(own=rank // 2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ class Keeps(keras.callbacks.Callback):
         self.num_batches = 0
         self.best = np.float32(np.inf)
         self.history: list[tuple[int, np.ndarray]] = []
-        self.recent: deque[float] = deque(maxlen=3)
+        self.numbers = itertools.count()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.num_batches += 1

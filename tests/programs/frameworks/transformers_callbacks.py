@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ class Keeps(transformers.TrainerCallback):
         self.num_steps = 0
         self.losses: list[float] = []
         self.mean = torch.zeros(2)
-        self.seen: set[int] = set()
+        self.numbers = itertools.count()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.num_steps += 1
