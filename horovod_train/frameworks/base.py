@@ -327,16 +327,12 @@ class PythonStateOfRank(Protocol):
         """Return a context that restores counters and random generators at its end."""
         ...
 
-    def digests(self) -> Mapping[str, str]:
-        """Return a digest of each changed value that ranks should share, by name."""
+    def examined(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """Return digests of the changed values that ranks should share, and why others are not saved."""
         ...
 
     def differences(self) -> Mapping[str, str]:
         """Return a text with the values of two ranks for each value that differs. Collective."""
-        ...
-
-    def unsaved(self) -> Mapping[str, str]:
-        """Return the changed values that checkpoints do not contain, with the reason."""
         ...
 
     def take(self) -> Mapping[str, ArrayBlob]:

@@ -15,7 +15,8 @@ from typing import Any
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.errors import UserError
-from horovod_train.frameworks.plain_data import decoded, fingerprint, is_plain, packed, unpacked
+from horovod_train.frameworks.fingerprint import fingerprint
+from horovod_train.frameworks.plain_data import decoded, is_plain, packed, unpacked
 from horovod_train.frameworks.refused_callbacks import PACKAGES
 
 log = logging.getLogger(__name__)

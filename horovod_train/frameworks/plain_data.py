@@ -1,7 +1,8 @@
 """Python values that checkpoints contain: numbers, text, arrays, random generators, and containers of them.
 
-A value is saved as JSON and arrays (``checkpoint/tree.py``). A value that JSON does not have is a list of two
-elements in a dictionary with one reserved key: its kind, and its content.
+A value is saved as JSON and arrays (``checkpoint/tree.py``). A value that JSON does not have is a dictionary
+with one reserved key, whose value is a list of its kind and its content. Types are compared exactly: a class
+that is derived from one may have state of its own, and methods that a check must not call.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
+from enum import Enum
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,178 +25,124 @@ from horovod_train.errors import CheckpointError
 from horovod_train.frameworks.arrays import from_blob, to_blob
 
 KIND = "__kind__"
-SCALARS = (type(None), bool, int, float, str)
 SEQUENCES: Mapping[str, Any] = {kind.__name__: kind for kind in (set, frozenset, deque)}
 MAPPINGS: Mapping[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 CONTAINERS = (list, tuple, *SEQUENCES.values(), *MAPPINGS.values())
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+DTYPES = frozenset(
+    [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
+)
 MAX_ELEMENTS = 1_000_000
 """Largest number of elements of a value, with those of its containers."""
-WHOLE_BYTES, SAMPLE_BYTES = 2**16, 2**12
-"""An array with more bytes is compared by its version and the bytes at its start and its end."""
+MAX_DEPTH = 20
+MAX_BITS = 1024
+MAX_TEXT = 24
+"""Longest text that is taken for state, such as the name of a phase: others are paths or tokens."""
 WHOLE_LENGTH, SAMPLE_LENGTH = 10_000, 100
-"""The same for the elements of a container."""
+"""Of a longer container, only the first and last elements are examined."""
 
 
-class Hasher(Protocol):
-    """A hash of bytes."""
-
-    def update(self, data: Any, /) -> None:
-        """Add bytes."""
-        ...
+def module_of(name: str) -> Any:
+    """Return a package if it has been imported: values of other packages cannot exist."""
+    return sys.modules.get(name)
 
 
 def is_tensor(value: object) -> bool:
-    """Return whether a value is a tensor of PyTorch, which may not be installed."""
-    torch = sys.modules.get("torch")
+    """Return whether a value is a tensor of PyTorch, or of a class derived from it."""
+    torch = module_of("torch")
     return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_plain_tensor(value: Any) -> bool:
+    """Return whether a tensor of PyTorch is state: a dense tensor that is not a part of a computation."""
+    torch = module_of("torch")
+    if torch is None or type(value) is not torch.Tensor or value.requires_grad:
+        return False
+    if value.layout != torch.strided or value.is_meta or value.is_nested or value.is_quantized:
+        return False
+    return not (value.is_conj() or value.is_neg() or value.is_inference())
 
 
 def is_generator(value: object) -> bool:
     """Return whether a value is a generator of random numbers."""
-    torch = sys.modules.get("torch")
-    return isinstance(value, GENERATORS) or (torch is not None and isinstance(value, torch.Generator))
+    torch = module_of("torch")
+    kinds = (random.Random, np.random.Generator, np.random.RandomState)
+    return type(value) in kinds or (torch is not None and type(value) is torch.Generator)
 
 
 def is_variable(value: object) -> bool:
     """Return whether a value is a variable of TensorFlow or Keras."""
-    return callable(getattr(value, "assign", None)) and callable(getattr(value, "numpy", None))
+    package = type(value).__module__.partition(".")[0]
+    return package in {"tensorflow", "keras"} and hasattr(type(value), "assign")
 
 
 def is_array_of_jax(value: object) -> bool:
-    """Return whether a value is an array of JAX, which may not be installed."""
-    jax = sys.modules.get("jax")
+    """Return whether a value is an array of JAX, and not one that a traced function computes."""
+    jax = module_of("jax")
     return jax is not None and isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
 
-def is_plain(value: object, *, by_sample: bool = False) -> bool:
+def is_plain(value: object, *, by_sample: bool = False, any_text: bool = True) -> bool:
     """Return whether a checkpoint can contain a value.
 
-    A value with too many elements, or that contains itself, is not plain. With ``by_sample``, only some
-    elements of a long container are examined.
+    Args:
+        value: The value; one with too many elements, or that contains itself, is not plain.
+        by_sample: Examine only some elements of a long container.
+        any_text: Accept any text; False: only short words.
     """
     left = MAX_ELEMENTS
 
     def check(each: Any, depth: int) -> bool:
         nonlocal left
         left -= 1
-        if left < 0:
+        if left < 0 or depth == 0:
             return False
-        if isinstance(each, np.ndarray):
-            return each.dtype.kind in "biufc"
-        if is_tensor(each):
-            return not (each.is_meta or each.is_sparse or hasattr(each, "placements"))
-        if isinstance(each, SCALARS) or any(kind.has(each) for kind in KINDS):
-            return True
-        if depth == 0 or type(each) not in CONTAINERS or left < len(each):
-            return False
-        return all(check(one, depth - 1) for one in (_sampled(each) if by_sample else members(each)))
-
-    return check(value, depth=20)
-
-
-def members(container: Any) -> Iterator[Any]:
-    """Yield the elements of a container; of a dictionary, keys and values."""
-    if isinstance(container, Mapping):
-        for pair in container.items():
-            yield from pair
-    else:
-        yield from container
-
-
-# -- comparison
-
-
-def fingerprint(value: object, *, by_identity: bool) -> str:
-    """Return a text that differs if plain values differ; a large array may change without it.
-
-    Args:
-        value: The value.
-        by_identity: Large arrays are equal only if they are at the same address. False: texts of different
-            processes can be compared.
-    """
-    hasher = blake2b(digest_size=16)
-    _update(hasher, value, by_identity=by_identity)
-    return hasher.hexdigest()
-
-
-def _update(hasher: Hasher, value: Any, *, by_identity: bool) -> None:
-    hasher.update(f"{type(value).__name__} ".encode())
-    if isinstance(value, bytes):
-        hasher.update(value)
-    elif isinstance(value, np.ndarray):
-        _update_array(hasher, value, value.ctypes.data if by_identity else 0)
-    elif is_tensor(value):
-        _update_tensor(hasher, value, by_identity=by_identity)
-    elif is_variable(value):
-        _update_array(hasher, np.asarray(value.numpy()), 0)
-    elif is_array_of_jax(value):
-        hasher.update(f"{value.shape} {value.dtype} {id(value) if by_identity else 0}".encode())
-        if value.nbytes <= WHOLE_BYTES:
-            hasher.update(np.asarray(value).tobytes())
-    elif is_generator(value):
-        _update(hasher, _state_of(value), by_identity=False)
-    elif isinstance(value, dict | list | tuple | set | frozenset | deque):
-        hasher.update(f"{len(value)} ".encode())
-        for each in _sampled(value):
-            _update(hasher, each, by_identity=by_identity)
-    else:
-        hasher.update(repr(value).encode())
-
-
-def _update_array(hasher: Hasher, array: Any, identity: int) -> None:
-    hasher.update(f"{array.shape} {array.dtype} ".encode())
-    if array.nbytes <= WHOLE_BYTES:
-        hasher.update(array.tobytes())
-        return
-    flat, count = array.reshape(-1), max(1, SAMPLE_BYTES // array.itemsize)
-    step = max(1, len(flat) // count)
-    hasher.update(f"{identity}".encode() + flat[::step].tobytes() + flat[-count:].tobytes())
-
-
-def _update_tensor(hasher: Hasher, tensor: Any, *, by_identity: bool) -> None:
-    """Add a tensor; large tensors, and those on a device, are compared by their version counters."""
-    version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
-    hasher.update(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
-    if tensor.is_cpu and tensor.numel() * tensor.element_size() <= WHOLE_BYTES:
-        hasher.update(_bytes_of(tensor).tobytes())
-        return
-    hasher.update(f"{version} {tensor.data_ptr() if by_identity else 0}".encode())
-    if tensor.is_cpu:
-        flat, count = tensor.detach().reshape(-1), SAMPLE_BYTES // tensor.element_size()
-        hasher.update(_bytes_of(flat[:: max(1, len(flat) // count)]).tobytes())
-
-
-def _sampled(container: Any) -> Iterator[Any]:
-    """Yield the elements of a container, or some of them if it is long. Sets are sorted by their texts."""
-    if len(container) <= WHOLE_LENGTH:
-        yield from (
-            sorted(map(repr, container)) if isinstance(container, set | frozenset) else members(container)
+        if type(each) not in CONTAINERS and not _is_named_tuple(each):
+            return _is_leaf(each, any_text=any_text)
+        keys = islice(each, WHOLE_LENGTH) if isinstance(each, dict) else ()
+        inner = each.values() if isinstance(each, dict) else each
+        return all(type(key) is str or check(key, depth - 1) for key in keys) and all(
+            check(one, depth - 1) for one in (sampled(inner) if by_sample else inner)
         )
+
+    return check(value, MAX_DEPTH)
+
+
+def _is_leaf(value: Any, *, any_text: bool) -> bool:
+    if type(value) is str:
+        return any_text or (len(value) <= MAX_TEXT and "/" not in value)
+    if type(value) is int:
+        return value.bit_length() <= MAX_BITS
+    if type(value) is np.ndarray:
+        return value.dtype.name in DTYPES
+    return type(value) in (type(None), bool, float) or any(kind.has(value) for kind in KINDS)
+
+
+def sampled(container: Any) -> Iterator[Any]:
+    """Yield the elements of a container or a view; if it is long, the first and last ones, of a set none."""
+    if len(container) <= WHOLE_LENGTH:
+        yield from container
     elif not isinstance(container, set | frozenset):
-        elements: Any = container.items() if isinstance(container, Mapping) else container
-        for each in (*islice(elements, SAMPLE_LENGTH), *islice(reversed(elements), SAMPLE_LENGTH)):
-            yield from each if isinstance(container, Mapping) else (each,)
+        yield from islice(container, SAMPLE_LENGTH)
+        yield from islice(reversed(container), SAMPLE_LENGTH)
 
 
-# -- saving
-
-
-def encoded(value: Any) -> Any:
-    """Return a plain value as nested dictionaries, lists, tuples, scalars and NumPy arrays."""
-    for kind in KINDS:
-        if kind.has(value):
-            return _tagged(kind.name, kind.encode(value))
-    if type(value) in (list, tuple):
-        return type(value)(encoded(each) for each in value)
-    if type(value) in SEQUENCES.values():
-        limit = value.maxlen if isinstance(value, deque) else None
-        return _tagged(type(value).__name__, [limit, [encoded(each) for each in value]])
-    if type(value) is dict and all(isinstance(key, str) and key not in {*RESERVED, KIND} for key in value):
-        return {key: encoded(each) for key, each in value.items()}
-    if type(value) in MAPPINGS.values():
-        return _tagged(type(value).__name__, [[encoded(key), encoded(each)] for key, each in value.items()])
-    return value  # a scalar or an array; of another value, ``packed`` raises an error with its place
+def _is_named_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and hasattr(type(value), "_fields")
 
 
 def packed(value: Any, prefix: str) -> dict[str, ArrayBlob]:
@@ -218,6 +165,23 @@ def unpacked(blobs: Mapping[str, ArrayBlob], prefix: str) -> Any:
     return None if text is None else unpack_tree(json.loads(bytes(text.data)), arrays)
 
 
+def encoded(value: Any) -> Any:
+    """Return a plain value as nested dictionaries, lists, tuples, scalars and NumPy arrays."""
+    for kind in KINDS:
+        if kind.has(value):
+            return _tagged(kind.name, kind.encode(value))
+    if type(value) in (list, tuple):
+        return type(value)(encoded(each) for each in value)
+    if type(value) in SEQUENCES.values():
+        limit = value.maxlen if isinstance(value, deque) else None
+        return _tagged(type(value).__name__, [limit, [encoded(each) for each in value]])
+    if type(value) is dict and all(type(key) is str and key not in {*RESERVED, KIND} for key in value):
+        return {key: encoded(each) for key, each in value.items()}
+    if type(value) in MAPPINGS.values():
+        return _tagged(type(value).__name__, [[encoded(key), encoded(each)] for key, each in value.items()])
+    return value  # a scalar or an array; of another value, ``packed`` raises an error with its place
+
+
 def _tagged(kind: str, content: Any) -> dict[str, Any]:
     return {KIND: [kind, content]}
 
@@ -227,11 +191,11 @@ def decoded(data: Any, old: Any = None) -> Any:
 
     Args:
         data: Result of ``encoded``.
-        old: The present value. If it is of the same kind and mutable, it is changed in place and returned,
-            so that other references to it remain valid.
+        old: The present value. If it is mutable and of the same kind, it is changed in place and returned, as
+            are its elements, so that other references to them remain valid.
 
     Raises:
-        CheckpointError: The value has a kind that this version does not know.
+        CheckpointError: The value has a kind that this version does not know, or does not fit ``old``.
     """
     if isinstance(data, dict) and KIND in data:
         kind, content = data[KIND]
@@ -239,75 +203,76 @@ def decoded(data: Any, old: Any = None) -> Any:
             raise CheckpointError(f"the checkpoint has a value of the unknown kind {kind!r}")
         return DECODERS[kind](content, old)
     if isinstance(data, dict):
-        return _filled(dict, {key: decoded(each) for key, each in data.items()}, old)
-    if isinstance(data, list):
-        return _filled(list, [decoded(each) for each in data], old)
-    if isinstance(data, tuple):
-        return tuple(decoded(each) for each in data)
+        return _filled_mapping(dict, data.items(), old)
+    if isinstance(data, list | tuple):
+        return _filled_sequence(data, old)
     return _filled_array(data, old) if isinstance(data, np.ndarray) else data
 
 
-def _filled(kind: Any, content: Any, old: Any) -> Any:
-    """Return ``old`` with new content if it is of a kind, or else a new object."""
-    if type(old) is not kind:
-        return kind(content)
-    old.clear()
-    (old.extend if isinstance(old, list) else old.update)(content)
+def _filled_sequence(data: list[Any] | tuple[Any, ...], old: object) -> object:
+    before = old if type(old) is type(data) and len(old) == len(data) else [None] * len(data)
+    found = type(data)(decoded(each, one) for each, one in zip(data, before, strict=True))
+    if type(old) is not list or isinstance(found, tuple):
+        return found
+    old[:] = found
     return old
 
 
-def _filled_array(array: Any, old: Any) -> Any:
-    if not isinstance(old, np.ndarray) or (old.shape, old.dtype) != (array.shape, array.dtype):
-        return array
-    if not old.flags.writeable:
-        return array
-    old[...] = array
+def _filled_array(data: Any, old: Any) -> Any:
+    is_alike = type(old) is np.ndarray and (old.shape, old.dtype) == (data.shape, data.dtype)
+    if not is_alike or not old.flags.writeable:
+        return data
+    old[...] = data
+    return old
+
+
+def _filled_mapping(kind: Any, pairs: Any, old: Any) -> Any:
+    before = old if type(old) is kind else {}
+    found = {key: decoded(each, before.get(key)) for key, each in pairs}
+    if type(old) is not kind:
+        # The factory of a defaultdict is code, which checkpoints do not contain.
+        return found if kind is defaultdict else kind(found)
+    old.clear()
+    old.update(found)
     return old
 
 
 def _mapping(kind: Any) -> Callable[[Any, Any], Any]:
-    def decode(content: Any, old: Any) -> Any:
-        pairs = {decoded(key): decoded(each) for key, each in content}
-        if kind is defaultdict and type(old) is not defaultdict:
-            return pairs  # the factory is code, which checkpoints do not contain
-        return _filled(kind, pairs, old)
-
-    return decode
+    return lambda content, old: _filled_mapping(kind, [(decoded(key), each) for key, each in content], old)
 
 
 def _sequence(kind: Any) -> Callable[[Any, Any], Any]:
     def decode(content: Any, old: Any) -> Any:
         limit, found = content[0], [decoded(each) for each in content[1]]
-        if kind is deque:
-            made = old if type(old) is deque and old.maxlen == limit else deque(maxlen=limit)
-            made.clear()
-            made.extend(found)
-            return made
-        return _filled(set, found, old) if kind is set else frozenset(found)
+        if kind is frozenset or type(old) is not kind or (kind is deque and old.maxlen != limit):
+            return deque(found, limit) if kind is deque else kind(found)
+        old.clear()
+        (old.extend if kind is deque else old.update)(found)
+        return old
 
     return decode
 
 
 def _encoded_tensor(tensor: Any) -> Any:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return [dtype, list(tensor.shape), _bytes_of(tensor), tensor.requires_grad]
+    return [dtype, list(tensor.shape), bytes_of(tensor), tensor.device.type]
 
 
 def _tensor(content: Any, old: Any) -> Any:
     torch = sys.modules["torch"]
-    dtype, shape, data, requires_grad = content
+    dtype, shape, data, device = content
     made = torch.empty(shape, dtype=getattr(torch, dtype))
     if len(data):
         flat = torch.frombuffer(bytearray(np.asarray(data, np.uint8).tobytes()), dtype=torch.uint8)
         made = flat.view(made.dtype).reshape(shape)
-    if is_tensor(old) and (old.shape, old.dtype) == (made.shape, made.dtype):
-        with torch.no_grad():
-            old.copy_(made)
-        return old
-    return made.to(old.device if is_tensor(old) else made.device).requires_grad_(bool(requires_grad))
+    is_alike = is_plain_tensor(old) and (old.shape, old.dtype) == (made.shape, made.dtype)
+    if is_alike and all(stride or length < 2 for stride, length in zip(old.stride(), old.shape, strict=True)):
+        return old.copy_(made)
+    return made.to(device) if device == "cpu" or torch.cuda.is_available() else made
 
 
-def _bytes_of(tensor: Any) -> Any:
+def bytes_of(tensor: Any) -> Any:
+    """Return the elements of a tensor as bytes, shape [bytes]."""
     torch = sys.modules["torch"]
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
@@ -319,11 +284,8 @@ def _variable(content: Any, old: Any) -> Any:
     return old
 
 
-def _array_of_jax(content: Any, _: Any) -> Any:
-    return sys.modules["jax"].numpy.asarray(content)
-
-
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> object:
+    """Return the state of a generator of random numbers."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):
@@ -334,31 +296,49 @@ def _state_of(generator: Any) -> Any:
 
 
 def _generator(content: Any, old: Any) -> Any:
-    """Set the state of the present generator: checkpoints contain no code that creates one.
+    """Set the state of the present generator, or of a new one if there is none of this kind."""
+    name, data = content
+    state = decoded(data)
+    made = old if type(old).__name__ == name and is_generator(old) else _new_generator(name, state)
+    if isinstance(made, random.Random):
+        made.setstate(state)
+    elif isinstance(made, np.random.RandomState):
+        made.set_state(state)
+    elif isinstance(made, np.random.Generator):
+        made.bit_generator.state = state
+    else:
+        made.set_state(state)
+    return made
 
-    Raises:
-        CheckpointError: The present value is another object.
-    """
-    state = decoded(content)
-    try:
-        if isinstance(old, random.Random):
-            old.setstate(state)
-        elif isinstance(old, np.random.RandomState):
-            old.set_state(state)
-        elif isinstance(old, np.random.Generator):
-            old.bit_generator.state = state
-        elif is_generator(old):
-            old.set_state(state)
-        else:
-            raise CheckpointError("the checkpoint has the state of a random generator, and the job has none")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the checkpoint has the state of another generator: {error}") from error
-    return old
+
+def _new_generator(name: str, state: Any) -> Any:
+    if name == "Random":
+        return random.Random()
+    if name == "RandomState":
+        return np.random.RandomState()
+    if isinstance(state, dict):
+        return np.random.Generator(getattr(np.random, str(state["bit_generator"]))())
+    return sys.modules["torch"].Generator()
+
+
+def _member(content: Any, old: Any) -> Any:
+    """Return the member of the present value's enumeration."""
+    if not isinstance(old, Enum):
+        raise CheckpointError(
+            f"the checkpoint has the member {content!r} of an enumeration, and the job has none"
+        )
+    return type(old)[content]
+
+
+def _named_tuple(content: Any, old: Any) -> Any:
+    if not _is_named_tuple(old) or len(old) != len(content):
+        raise CheckpointError("the checkpoint has a named tuple, and the job has none of this length")
+    return type(old)(*(decoded(each, one) for each, one in zip(content, old, strict=True)))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of values that are not containers.
+    """A kind of values that JSON does not have.
 
     Attributes:
         name: Name in checkpoints.
@@ -373,15 +353,17 @@ class Kind:
     decode: Callable[[Any, Any], Any]
 
 
-def _is_a(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind)
-
-
 KINDS = (
-    Kind("numpy", _is_a(np.generic), np.asarray, lambda content, _: np.asarray(content)[()]),
+    Kind("enum", lambda value: isinstance(value, Enum), lambda value: value.name, _member),
+    Kind(
+        "numpy",
+        lambda value: isinstance(value, np.generic) and value.dtype.name in DTYPES,
+        np.asarray,
+        lambda content, _: np.asarray(content)[()],
+    ),
     Kind(
         "bytes",
-        _is_a(bytes),
+        lambda value: type(value) is bytes,
         lambda value: np.frombuffer(value, np.uint8),
         lambda content, _: np.asarray(content, np.uint8).tobytes(),
     ),
@@ -391,10 +373,13 @@ KINDS = (
         lambda value: [value.real, value.imag],
         lambda content, _: complex(*content),
     ),
-    Kind("tensor", is_tensor, _encoded_tensor, _tensor),
+    Kind("tensor", is_plain_tensor, _encoded_tensor, _tensor),
     Kind("variable", is_variable, lambda value: np.asarray(value.numpy()), _variable),
-    Kind("jax", is_array_of_jax, np.asarray, _array_of_jax),
-    Kind("generator", is_generator, lambda value: encoded(_state_of(value)), _generator),
+    Kind("jax", is_array_of_jax, np.asarray, lambda content, _: sys.modules["jax"].numpy.asarray(content)),
+    Kind(
+        "generator", is_generator, lambda value: [type(value).__name__, encoded(state_of(value))], _generator
+    ),
+    Kind("namedtuple", _is_named_tuple, lambda value: [encoded(each) for each in value], _named_tuple),
 )
 
 DECODERS: Mapping[str, Callable[[Any, Any], Any]] = {

@@ -3,40 +3,50 @@
 Attributes of the task, of modules of the model and of data sets, class attributes and module variables of the
 user's code may change while a job trains: a counter, a temperature, a queue of embeddings, a generator. A
 resumed job must continue with them, and the loss must not depend on values that differ between ranks.
-Values are found by walking over attributes; those that differ from their values at the start are saved in
-each checkpoint, and compared between ranks.
+
+Values that differ from those at the start are saved in each checkpoint, and compared between ranks. The
+attributes of an object are saved together or not at all: if one of them was replaced by something that a
+checkpoint cannot contain, such as an open file, the others may describe it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.collectives.mesh import Mesh
-from horovod_train.errors import describe_ranks
-from horovod_train.frameworks.plain_data import encoded, fingerprint, is_generator, packed, unpacked
+from horovod_train.errors import describe_ranks, result_of
+from horovod_train.frameworks.fingerprint import fingerprint
+from horovod_train.frameworks.plain_data import decoded, encoded, is_generator, packed, unpacked
 from horovod_train.frameworks.python_values import (
     MAX_BYTES_OF_DATA,
-    MAX_VALUES,
+    Key,
+    Member,
+    Path,
     Root,
-    Value,
+    Walk,
     code_of,
-    is_plain_by_sample,
-    is_small,
-    local_text,
-    restore,
+    packages_of,
+    size_of,
     text_of,
-    walk,
     why_not_saved,
 )
 
+log = logging.getLogger(__name__)
+
 OWN_STATE = "@python/"
 """Prefix of the names of arrays in a checkpoint's state of ranks."""
+MAX_INITIAL_BYTES = 2**16
+"""Largest value whose initial value is kept, for a return to a checkpoint in which it had not changed."""
+
+Place = tuple[str, Path, Key]
+"""A member: ID of its root, path of its object, and its key."""
 
 
 class PythonState:
@@ -47,119 +57,205 @@ class PythonState:
     Args:
         world: All ranks of the job.
         roots: The objects; an object that belongs to several of them is a part of the first.
+
+    Attributes:
+        not_restored: Values that the checkpoint from which the job has resumed does not contain.
     """
 
     def __init__(self, world: Communicator, roots: Sequence[Root]) -> None:
         self._world = world
-        self._roots = [*roots, *code_of(roots)]
-        self._initial = {value.name: local_text(value) for value in self._values()}
-        self._saved_before: list[str] = []
+        trained = [root for root in roots if root.is_trained]
+        self._roots = [*trained, *(root for root in roots if not root.is_trained), *code_of(roots)]
+        self._packages = packages_of(roots)
+        self._before = self._walk()
+        self._initial = {
+            place: encoded(member.value)
+            for place, member in _members(self._before)
+            if member.kind == "plain" and size_of(member.value) <= MAX_INITIAL_BYTES
+        }
         self.not_restored: list[str] = []
-        """Names of values that the checkpoint from which the job has resumed does not contain."""
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore small values after the block, such as counters and random generators."""
-        before = {
-            each.name: (local_text(each), deepcopy(encoded(each.content)))
-            for each in self._values()
-            if is_plain_by_sample(each.content) and is_small(each.content)
-        }
-        yield
-        targets = {root.name: root.target for root in self._roots}
-        for each in self._values():
-            known = before.get(each.name)
-            if known is not None and known[0] != local_text(each):
-                restore(targets[each.root], each.path, known[1])
+    # -- what has changed
 
-    def changed(self) -> list[Value]:
-        """Return the values that differ from those at the start."""
-        return [
-            each
-            for each in self._values()
-            if (now := local_text(each)) is None or self._initial.get(each.name) != now
-        ]
+    def _walk(self) -> dict[str, Walk]:
+        seen: set[int] = set()
+        return {root.id: Walk(root, seen, self._packages) for root in self._roots}
 
-    def digests(self) -> dict[str, str]:
-        """Return a digest of each changed value that all ranks should share, by name."""
-        return {
-            each.name: fingerprint(each.content, by_identity=False)
-            for each in self.changed()
-            if each.is_shared and is_plain_by_sample(each.content) and not is_generator(each.content)
-        }
+    def changed(self) -> tuple[dict[Place, Member], dict[str, str]]:
+        """Return the changed values, and the names of those that cannot be saved with the reason."""
+        changed: dict[Place, Member] = {}
+        unsaved: dict[str, str] = {}
+        now = self._walk()
+        for root in self._roots:
+            walk, known = now[root.id], self._before[root.id].objects
+            if not walk.is_complete:
+                unsaved[root.name] = "it has too many objects"
+            left = root.max_bytes
+            for path, members in walk.objects.items():
+                if _is_exchanged(path, walk.objects, known):
+                    continue
+                of_object, reasons = _changes(members, known.get(path, {}), left)
+                left -= sum(size_of(member.value) for member in of_object.values())
+                changed |= {(root.id, path, key): member for key, member in of_object.items()}
+                unsaved |= reasons if root.is_reported else {}
+        return changed, unsaved
+
+    def examined(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return digests of the changed values that ranks should share, and why others are not saved."""
+        changed, unsaved = self.changed()
+        return _digests({place: each for place, each in changed.items() if each.is_shared}), unsaved
 
     def differences(self) -> dict[str, str]:
         """Return a text with the values of two ranks for each value that differs. Collective."""
-        everyone: list[dict[str, str]] = allgather_json(self._world, self.digests())
+        shared = {m.name: m for m in self.changed()[0].values() if m.is_shared}
+        everyone: list[dict[str, str]] = allgather_json(self._world, self.examined()[0])
         names = sorted(set().union(*everyone))
         differing = {name for name in names if len({of_rank.get(name) for of_rank in everyone}) > 1}
-        mine = {each.name: text_of(each.content) for each in self._values() if each.name in differing}
+        mine = {name: text_of(member.value) for name, member in shared.items() if name in differing}
         texts: list[dict[str, str]] = allgather_json(self._world, mine)
         found = {}
         for name in sorted(differing):
             first = everyone[0].get(name)
             other = next(rank for rank, of_rank in enumerate(everyone) if of_rank.get(name) != first)
-            values = (f"{texts[rank].get(name, 'absent')} on {describe_ranks([rank])}" for rank in (0, other))
+            values = (
+                f"{texts[rank].get(name, 'unchanged')} on {describe_ranks([rank])}" for rank in (0, other)
+            )
             found[name] = ", ".join(values)
         return found
 
-    def unsaved(self) -> dict[str, str]:
-        """Return the changed values that checkpoints do not contain, with the reason."""
-        return {each.name: reason for each in self.changed() if (reason := why_not_saved(each))}
+    # -- checkpoints
 
     def take(self) -> dict[str, ArrayBlob]:
         """Return the changed values for a checkpoint. Collective.
 
-        Rank 0 returns them, and each rank whose values differ from those of rank 0.
+        Rank 0 returns them all, another rank those that differ from rank 0's.
         """
-        changed = self.changed()
-        saved = [each for each in changed if not why_not_saved(each)]
-        mine = {each.name: fingerprint(each.content, by_identity=False) for each in saved}
-        everyone = allgather_json(self._world, mine)
-        if not changed or (self._world.rank and everyone[0] == mine):
-            return {}
-        document = {
-            "values": [[each.root, list(each.path), each.content] for each in saved],
-            "unsaved": [f"{name} ({reason})" for name, reason in self.unsaved().items()],
+        changed, unsaved = self.changed()
+        mine = _digests(changed)
+        of_rank_0 = allgather_json(self._world, mine)[0]
+        is_first = self._world.rank == 0
+        saved = {
+            place: m for place, m in changed.items() if is_first or of_rank_0.get(m.name) != mine[m.name]
         }
-        return packed(document, OWN_STATE)
+        if not saved and not (is_first and unsaved):
+            return {}
+        values = [[*place, member.value, member.kind] for place, member in saved.items()]
+        notes = [f"{name} ({reason})" for name, reason in unsaved.items()]
+        return packed({"values": values, "unsaved": notes}, OWN_STATE)
 
     def load(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> list[dict[str, ArrayBlob]]:
-        """Set the values that ranks have saved; a rank that has saved none takes those of rank 0.
+        """Set the values that rank 0 and this rank have saved; return the state of ranks without them.
 
-        Returns:
-            The state of ranks without these values.
-
-        Raises:
-            CheckpointError: A value has another kind than the present one.
+        Values that had not changed at the checkpoint, and have now, are set to their initial values. A rank
+        that did not exist keeps its own random generators.
         """
-        rank = self._world.rank if self._world.rank < len(of_ranks) else 0
-        found = [unpacked(of_rank, OWN_STATE) for of_rank in (of_ranks[rank : rank + 1] or [{}])]
-        document = found[0] or (unpacked(of_ranks[0], OWN_STATE) if of_ranks else None)
-        if document is not None:
-            self._restore(document)
-        return [
-            {name: blob for name, blob in of_rank.items() if not name.startswith(OWN_STATE)}
-            for of_rank in of_ranks
-        ]
+        rank = self._world.rank
+        documents = [unpacked(of_rank, OWN_STATE) for of_rank in of_ranks]
+        found = [documents[0] if documents else None, documents[rank] if 0 < rank < len(documents) else None]
+        values: dict[Place, tuple[object, str]] = {}
+        self.not_restored = []
+        for document in filter(None, found):
+            self.not_restored += document["unsaved"]
+            for root_id, path, key, data, kind in document["values"]:
+                values[root_id, tuple(path), key] = data, kind
+        for place, member in self.changed()[0].items():
+            if place not in values and place in self._initial:
+                values[place] = self._initial[place], member.kind
+        walks, is_new = self._walk(), rank >= max(1, len(of_ranks))
+        for place, (data, kind) in values.items():
+            _, problem = result_of(partial(self._restore, walks, place, data, kind, is_new=is_new))
+            if problem is not None:
+                where = ".".join(map(str, (place[0].partition(" ")[2], *place[1], place[2])))
+                self.not_restored.append(f"{where} ({problem})")
+        return [{n: blob for n, blob in each.items() if not n.startswith(OWN_STATE)} for each in of_ranks]
 
-    def _restore(self, document: Any) -> None:
-        self.not_restored = list(document["unsaved"])
-        roots = {root.name: root.target for root in self._roots}
-        for root, path, data in document["values"]:
-            steps = tuple((kind, key) for kind, key in path)
-            if root not in roots or not restore(roots[root], steps, data):
-                self.not_restored.append(f"{root}{steps} (the task does not have it)")
+    def _restore(
+        self, walks: Mapping[str, Walk], place: Place, data: object, kind: str, *, is_new: bool
+    ) -> None:
+        """Set a value; raises if its object does not exist any more. ``is_new``: this rank had no state."""
+        root_id, path, key = place
+        target: Any = next(root.target for root in self._roots if root.id == root_id)
+        for step in path:
+            target = _at(target, step)
+        if kind == "own":
+            (target if key is None else _at(target, key)).load_state_dict(decoded(data))
+            return
+        present = walks[root_id].objects[path].get(key)
+        old = None if present is None else present.value
+        if is_new and is_generator(old):
+            return
+        new = decoded(data, old)
+        if new is not old:
+            _set(target, key, new)
 
-    def _values(self) -> Iterator[Value]:
-        seen: set[int] = set()
-        count = 0
-        for root in self._roots:
-            for value in walk(root, seen):
-                count += 1
-                if count > MAX_VALUES:
-                    return
-                yield value
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the state of random generators after the block."""
+        generators = [m.value for _, m in _members(self._walk()) if is_generator(m.value)]
+        before = [encoded(each) for each in generators]
+        yield
+        for each, data in zip(generators, before, strict=True):
+            decoded(data, each)
+
+
+def _set(target: Any, key: Any, value: object) -> None:
+    if isinstance(target, dict | list):
+        target[key] = value
+    else:
+        setattr(target, key, value)
+
+
+def _at(target: Any, step: Any) -> Any:
+    return target[step] if isinstance(target, dict | list | tuple) else getattr(target, step)
+
+
+def _members(walks: Mapping[str, Walk]) -> Iterator[tuple[Place, Member]]:
+    for root_id, walk in walks.items():
+        for path, members in walk.objects.items():
+            for key, member in members.items():
+                yield (root_id, path, key), member
+
+
+def _is_exchanged(
+    path: Path, now: Mapping[Path, Mapping[Key, Member]], known: Mapping[Path, Mapping[Key, Member]]
+) -> bool:
+    """Return whether an object, or one that contains it, is not the one that was there at the start."""
+    for at in range(len(path)):
+        above, key = path[:at], path[at]
+        if key not in known.get(above, {}) or known[above][key].mark != now[above][key].mark:
+            return True
+    return False
+
+
+def _digests(changed: Mapping[Place, Member]) -> dict[str, str]:
+    return {each.name: fingerprint(each.value, by_identity=False) for each in changed.values()}
+
+
+def _changes(
+    members: Mapping[Key, Member], known: Mapping[Key, Member], max_bytes: int
+) -> tuple[dict[Key, Member], dict[str, str]]:
+    """Return the changed values of an object; and, if it cannot be saved, the members that prevent it."""
+    changed: dict[Key, Member] = {}
+    reasons: dict[str, str] = {}
+    for key, member in members.items():
+        before = known.get(key)
+        if "scratch" in (member.kind, "" if before is None else before.kind):
+            continue
+        is_same = before is not None and (before.kind, before.mark) == (member.kind, member.mark)
+        if member.kind == "opaque" and hasattr(type(member.value), "__next__"):
+            reasons[member.name] = f"a {type(member.value).__name__}"
+        elif is_same:
+            continue
+        elif before is not None and before.kind == "own" == member.kind:
+            changed[key] = member
+        elif reason := why_not_saved(member, max_bytes):
+            reasons[member.name] = reason
+        else:
+            changed[key] = member
+    reasons |= {known[key].name: "it was removed" for key in known.keys() - members.keys()}
+    if not reasons:
+        return changed, {}
+    return {}, reasons | {member.name: "its object is not saved" for member in changed.values()}
 
 
 def state_of_task(mesh: Mesh, task: object, readers: Sequence[Any], *models: Root) -> PythonState:
@@ -175,7 +271,7 @@ def state_of_task(mesh: Mesh, task: object, readers: Sequence[Any], *models: Roo
     """
     is_shared = mesh.data.size == mesh.world.size
     data = [
-        Root(name, reader.dataset, is_shared=False, max_bytes=MAX_BYTES_OF_DATA)
+        Root(name, reader.dataset, is_shared=False, max_bytes=MAX_BYTES_OF_DATA, is_reported=False)
         for name, reader in zip(("train_data", "eval_data"), readers, strict=False)
         if reader is not None
     ]

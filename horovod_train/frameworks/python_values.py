@@ -1,70 +1,41 @@
-"""Values of the state in Python of an object: found by walking over attributes, and set by their paths."""
+"""Objects whose attributes are state in Python, found by walking over attributes.
+
+Nothing here raises because of a user's object: what cannot be examined is opaque, and compared by identity.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import FrozenInstanceError, dataclass, replace
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from horovod_train.frameworks.plain_data import (
-    decoded,
-    fingerprint,
-    is_generator,
-    is_plain,
-    is_tensor,
-    members,
-)
+from horovod_train.errors import result_of
+from horovod_train.frameworks.fingerprint import fingerprint
+from horovod_train.frameworks.plain_data import is_generator, is_plain, is_tensor
 
 MAX_DEPTH = 6
-MAX_VALUES = 10_000
-"""Number of values above which no more attributes are examined."""
-MAX_OBJECTS = 1_000
+MAX_OBJECTS = 20_000
+"""Number of objects of one root above which no more are examined."""
+MAX_LENGTH = 1_000
 """Longest container whose elements are examined if they are objects."""
 MAX_BYTES = 2**28
-"""Size of the largest value of a task or model that is saved."""
+"""Size of the largest value of a task or a model that is saved, and of all of them."""
 MAX_BYTES_OF_DATA = 2**20
 """The same for a data set, whose changing attributes are mostly caches."""
-MAX_SMALL_BYTES = 2**16
-LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {
-    "torch", "numpy", "horovod", "horovod_train", "lightning", "pytorch_lightning", "torchmetrics", "keras",
-    "tensorflow", "jax", "jaxlib", "flax", "optax", "mxnet", "transformers", "tokenizers", "datasets",
-    "torchvision", "mpi4py", "deepspeed", "PIL", "pandas", "h5py", "psutil", "tensorboard", "wandb", "mlflow",
-}  # fmt: skip
-"""Packages whose objects are examined only if they have ``state_dict`` and ``load_state_dict``."""
+LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+ALWAYS_LIBRARIES = {"builtins", "torch", "horovod_train"}
 
-Step = tuple[str, Any]
-"""Part of a path: ("attribute", name) or ("item", key or index)."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """A value of the state.
-
-    Attributes:
-        root: Name of the object that contains it, such as ``task``.
-        path: Attributes and items from this object to the value.
-        content: The value, or the result of ``state_dict()``.
-        max_bytes: Size above which the value is not saved.
-        is_shared: All ranks should have the same value.
-    """
-
-    root: str
-    path: tuple[Step, ...]
-    content: Any
-    max_bytes: int = MAX_BYTES
-    is_shared: bool = True
-
-    @property
-    def name(self) -> str:
-        """Path as it is written in Python."""
-        parts = (f".{key}" if kind == "attribute" else f"[{key!r}]" for kind, key in self.path)
-        return self.root + "".join(parts)
+SCALARS = (type(None), bool, float)
+Key = str | int | None
+"""Name of an attribute, key or index; None: the object itself, for the result of ``state_dict()``."""
+Path = tuple[str | int, ...]
+"""Names of attributes, and keys or indices of containers, from a root to an object."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +44,13 @@ class Root:
 
     Attributes:
         name: Name in messages, such as ``task``.
-        target: The object.
+        target: The object, a class, or a module.
         ignored: Names of attributes that are not examined: those of the framework's base class.
         is_trained: The object is the trained model, whose weights and buffers are saved elsewhere.
         is_shared: All ranks should have the same state; not so for data sets, and for parts of a model.
         max_bytes: Size above which a value is not saved.
+        is_reported: What is not saved is reported; not so for data sets, which open files and fill caches.
+        key: Distinguishes roots of one name.
     """
 
     name: str
@@ -86,160 +59,182 @@ class Root:
     is_trained: bool = False
     is_shared: bool = True
     max_bytes: int = MAX_BYTES
+    is_reported: bool = True
+    key: str = "object"
+
+    @property
+    def id(self) -> str:
+        """Name in checkpoints."""
+        return f"{self.key} {self.name}"
 
 
-def walk(root: Root, seen: set[int]) -> Iterator[Value]:
-    """Yield the values of an object, except those of objects whose ids are in ``seen``, which is extended."""
-    make = partial(Value, root.name, max_bytes=root.max_bytes, is_shared=root.is_shared)
-    if isinstance(root.target, type | ModuleType):
-        for name, value in list(vars(root.target).items()):
-            if not name.startswith("__") and is_plain_by_sample(value):
-                yield make((("attribute", name),), value)
-    elif _saves_itself(root.target) and not _is_module(root.target):
-        seen.add(id(root.target))
-        yield make((), root.target.state_dict())
-    else:
-        yield from _children(root.target, (), make, seen, MAX_DEPTH, root)
+@dataclass(frozen=True)
+class Member:
+    """An attribute or element of an object, as it is now.
+
+    Attributes:
+        name: As it is written in Python, such as ``task.config.tau``.
+        value: The value, or the result of ``state_dict()``.
+        kind: plain; own, for ``state_dict()``; object, whose attributes are examined; opaque; scratch, for
+            tensors that a computation of gradients has made.
+        mark: Differs if the member has changed: a fingerprint, or the identity of an object.
+        is_shared: All ranks should have the same value.
+    """
+
+    name: str
+    value: Any
+    kind: str
+    mark: str
+    is_shared: bool = False
 
 
-def _children(
-    target: Any, path: tuple[Step, ...], make: Callable[..., Value], seen: set[int], depth: int, root: Root
-) -> Iterator[Value]:
-    """Yield the values of the attributes of an object, or of the elements of a container of objects."""
-    if id(target) in seen or depth < 0:
-        return
-    seen.add(id(target))
-    if _is_module(target):
-        yield from _of_module(target, path, make, seen, depth, root)
-        return
-    steps: Iterable[tuple[Step, Any]] = ()
-    if isinstance(target, list | tuple | deque | dict) and len(target) > MAX_OBJECTS:
-        return
-    if isinstance(target, list | tuple | deque):
-        steps = [(("item", place), each) for place, each in enumerate(target)]
-    elif isinstance(target, dict):
-        steps = [(("item", key), each) for key, each in target.items() if isinstance(key, str | int)]
-    elif hasattr(target, "__dict__"):
-        steps = [
-            (("attribute", name), each) for name, each in vars(target).items() if name not in root.ignored
-        ]
-    for step, each in list(steps):
-        yield from _of_value(each, (*path, step), make, seen, depth, root)
+class Walk:
+    """Walk over the objects of one root.
 
+    Attributes:
+        objects: Members of each object by key, by the object's path.
+        is_complete: False: there are more than ``MAX_OBJECTS``.
+    """
 
-def _of_value(
-    value: Any,
-    path: tuple[Step, ...],
-    make: Callable[..., Value],
-    seen: set[int],
-    depth: int,
-    root: Root,
-) -> Iterator[Value]:
-    if id(value) in seen:
-        return
-    if is_plain_by_sample(value):
-        yield make(path, value)
-    elif _is_iterator(value):
-        yield make(path, value, is_shared=False)
-    elif _saves_itself(value) and not (_is_module(value) and root.is_trained):
-        seen.add(id(value))
-        seen.update(map(id, value.modules() if _is_module(value) else ()))
-        yield make(path, value.state_dict())
-    elif _is_module(value) or isinstance(value, list | tuple | deque | dict) or _is_of_user(value):
-        yield from _children(value, path, make, seen, depth - 1, root)
+    def __init__(self, root: Root, seen: set[int], own_packages: Collection[str]) -> None:
+        self._root, self._seen, self._own = root, seen, own_packages
+        self.objects: dict[Path, dict[Key, Member]] = {}
+        self.is_complete = True
+        if _is_module(root.target) and root.is_trained:
+            seen.update(_ids_of_weights(root.target))
+        self._visit(root.target, (), root.name, MAX_DEPTH)
 
+    def _visit(self, target: Any, path: Path, name: str, depth: int) -> None:
+        if id(target) in self._seen or depth < 0 or not self.is_complete:
+            return
+        if len(self.objects) >= MAX_OBJECTS:
+            self.is_complete = False
+            return
+        self._seen.add(id(target))
+        if not path and _saves_itself(target) and not _is_module(target):
+            own = self._own_state(target, name)
+            self.objects[()] = {None: own} if own is not None else {}
+            return
+        members = self.objects[path] = {}
+        items, _ = result_of(lambda: list(self._items(target, name)))
+        for key, value, text in items or ():
+            if type(value) in SCALARS:
+                mark = f"{type(value).__name__} {value}"
+                members[key] = Member(text, value, "plain", mark, self._root.is_shared)
+                continue
+            member, problem = result_of(partial(self._member, value, text, target))
+            if problem is not None:
+                member = Member(text, value, "opaque", str(id(value)))
+            if member is None:
+                continue
+            members[key] = member
+            if member.kind == "object":
+                self._visit(value, (*path, key), text, depth if _is_module(value) else depth - 1)
 
-def _of_module(
-    module: Any, path: tuple[Step, ...], make: Callable[..., Value], seen: set[int], depth: int, root: Root
-) -> Iterator[Value]:
-    """Yield the values of a PyTorch module: attributes, and buffers that checkpoints do not contain."""
-    hidden = module._non_persistent_buffers_set  # noqa: SLF001  (no public API)
-    for name, buffer in module._buffers.items():  # noqa: SLF001
-        if name in hidden and buffer is not None:
-            step: Step = ("attribute", name)
-            yield make((*path, step), buffer, is_shared=False)
-    for name, each in list(vars(module).items()):
-        step = ("attribute", name)
-        if name not in root.ignored:
-            yield from _of_value(each, (*path, step), make, seen, depth, root)
-    for name, child in module.named_children():
-        yield from _children(child, (*path, ("attribute", name)), make, seen, depth, root)
+    def _items(self, target: Any, name: str) -> Iterator[tuple[str | int, object, str]]:
+        """Yield key, value and name of each member of an object."""
+        if isinstance(target, dict):
+            for key, value in list(target.items()):
+                if isinstance(key, str | int):
+                    yield key, value, f"{name}[{key!r}]"
+        elif isinstance(target, list | tuple):
+            for place, value in enumerate(target):
+                yield place, value, f"{name}[{place}]"
+        else:
+            for key, value in list(vars(target).items()):
+                if key not in self._root.ignored and not key.startswith("__"):
+                    yield key, value, f"{name}.{key}"
+        if _is_module(target):
+            hidden = {key: target.get_buffer(key) for key in _hidden_buffers(target)}
+            for key, value in {**hidden, **dict(target.named_children())}.items():
+                yield key, value, f"{name}.{key}"
+
+    def _member(self, value: Any, name: str, holder: object) -> Member | None:
+        """Return a member; None: it is not examined."""
+        if _is_scratch(value) or id(value) in self._seen:
+            return Member(name, None, "scratch", "")
+        is_library = _is_module(holder) and self._is_library(type(holder))
+        if is_plain(value, by_sample=True, any_text=False) and not (is_library and is_tensor(value)):
+            is_shared = self._root.is_shared and not is_library and not is_generator(value)
+            if _is_module(holder) and is_tensor(value) and value.numel() > 1:
+                is_shared = False  # mostly activations
+            return Member(name, value, "plain", fingerprint(value, by_identity=True), is_shared)
+        if is_library and not _is_module(value):
+            return None
+        if not isinstance(self._root.target, type | ModuleType):
+            if _saves_itself(value) and not (_is_module(value) and self._root.is_trained):
+                return self._own_state(value, name)
+            if self._is_walkable(value):
+                length = len(value) if type(value) in (list, tuple, dict) else 0
+                return Member(name, value, "object", f"{id(value)} {length}")
+        return Member(name, value, "opaque", str(id(value)))
+
+    def _own_state(self, value: Any, name: str) -> Member | None:
+        """Return the result of ``state_dict()`` as a member; None: there is none yet, or it is not plain."""
+        self._seen.update(map(id, value.modules() if _is_module(value) else (value,)))
+        state, problem = result_of(value.state_dict)
+        if problem is not None or not is_plain(state):
+            return Member(name, value, "opaque", str(id(value)))
+        mark = f"{id(value)} {fingerprint(state, by_identity=True)}"
+        return Member(name, state, "own", mark, self._root.is_shared)
+
+    def _is_walkable(self, value: Any) -> bool:
+        if isinstance(value, type | ModuleType):
+            return False
+        if type(value) in (list, tuple, dict):
+            return len(value) <= MAX_LENGTH
+        has_attributes = type(value).__dictoffset__ != 0
+        return _is_module(value) or (has_attributes and not self._is_library(type(value)))
+
+    def _is_library(self, kind: type) -> bool:
+        package = kind.__module__.partition(".")[0]
+        if package in self._own or package == "types":
+            return False
+        file = getattr(sys.modules.get(package), "__file__", None)
+        return package in ALWAYS_LIBRARIES or file is None or file.startswith(LIBRARY_FOLDERS)
 
 
 def code_of(roots: Sequence[Root]) -> list[Root]:
     """Return the user's classes that define the objects, and the modules that contain them."""
     found: dict[int, Root] = {}
+    own = packages_of(roots)
     for root in roots:
         parts = root.target.modules() if _is_module(root.target) else [root.target]
-        classes = (kind for part in parts for kind in type(part).__mro__ if not _is_of_library(kind))
-        for kind in classes:
-            found.setdefault(id(kind), replace(root, name=kind.__qualname__, target=kind))
+        kinds = (kind for part in parts for kind in type(part).__mro__)
+        for kind in kinds:
+            if kind.__module__.partition(".")[0] not in own:
+                continue
+            made = replace(root, ignored=(), is_trained=False)
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            found.setdefault(id(kind), replace(made, name=name, target=kind, key="class"))
             if (module := sys.modules.get(kind.__module__)) is not None:
-                found.setdefault(id(module), replace(root, name=module.__name__, target=module))
+                found.setdefault(id(module), replace(made, name=module.__name__, target=module, key="module"))
     return list(found.values())
 
 
-def _is_module(value: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
+def packages_of(roots: Iterable[Root]) -> set[str]:
+    """Return the packages of the classes of the objects: they are the user's, wherever they are installed."""
+    return {type(root.target).__module__.partition(".")[0] for root in roots} - ALWAYS_LIBRARIES
 
 
-def _is_iterator(value: object) -> bool:
-    return callable(getattr(value, "__next__", None)) and not hasattr(value, "fileno")
+def why_not_saved(member: Member, max_bytes: int) -> str:
+    """Return why checkpoints do not contain a member; empty: they can."""
+    if member.kind not in ("plain", "own") or not is_plain(member.value):
+        return f"a {type(member.value).__name__}"
+    size_bytes = size_of(member.value)
+    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes > max_bytes else ""
 
 
-def _saves_itself(value: object) -> bool:
-    if isinstance(value, type):
-        return False
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _is_of_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in LIBRARIES
-
-
-def _is_of_user(value: object) -> bool:
-    if isinstance(value, type | ModuleType):
-        return False
-    return hasattr(value, "__dict__") and not _is_of_library(type(value))
-
-
-def is_plain_by_sample(value: object) -> bool:
-    """Return whether checkpoints can contain a value, from some elements of long containers."""
-    return is_plain(value, by_sample=True)
-
-
-def local_text(value: Value) -> str | None:
-    """Return a text that changes with a value; None: it is always taken as changed."""
-    if is_plain_by_sample(value.content):
-        return fingerprint(value.content, by_identity=True)
-    return None if _is_iterator(value.content) else str(id(value.content))
-
-
-def why_not_saved(value: Value) -> str:
-    """Return why checkpoints do not contain a value; empty: they contain it."""
-    if not is_plain(value.content):
-        return f"a {type(value.content).__name__}"
-    size_bytes = _size_bytes(value.content)
-    if size_bytes > value.max_bytes:
-        return f"{size_bytes / 2**20:.0f} MiB"
-    return ""
-
-
-def is_small(value: object) -> bool:
-    """Return whether a plain value is small enough to be copied at any time."""
-    return is_generator(value) or _size_bytes(value) <= MAX_SMALL_BYTES
-
-
-def _size_bytes(value: Any) -> int:
+def size_of(value: Any) -> int:
+    """Return the approximate size of a plain value in bytes."""
     if isinstance(value, np.ndarray):
-        return value.nbytes
+        return int(value.nbytes)
     if is_tensor(value):
         return int(value.numel() * value.element_size())
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict | list | tuple | set | frozenset | deque):
-        return 16 * len(value) + sum(map(_size_bytes, members(value)))
+    if isinstance(value, Mapping):
+        return 16 + sum(size_of(each) for each in value.values()) + 16 * len(value)
+    if isinstance(value, list | tuple | set | frozenset) or hasattr(value, "maxlen"):
+        return 16 + sum(map(size_of, value))
     return 8
 
 
@@ -253,40 +248,33 @@ def text_of(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-# -- setting
+def _is_module(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
 
 
-def _set(target: Any, step: Step, value: Any) -> None:
-    kind, key = step
-    if kind == "attribute":
-        try:
-            setattr(target, key, value)
-        except FrozenInstanceError:
-            object.__setattr__(target, key, value)
-    elif isinstance(target, list | deque | dict):
-        target[key] = value
+def _is_scratch(value: Any) -> bool:
+    """Return whether a value is a tensor with a gradient, or contains only such tensors."""
+    if type(value) in (list, tuple, dict) and 0 < len(value) <= MAX_LENGTH:
+        inner = value.values() if type(value) is dict else value
+        return all(is_tensor(each) and each.requires_grad for each in inner)
+    return is_tensor(value) and bool(value.requires_grad)
 
 
-def restore(target: Any, path: tuple[Step, ...], data: Any) -> bool:
-    """Set a value; return whether the path to it exists."""
-    for step in path[:-1]:
-        if (target := _at(target, step, missing := object())) is missing:
-            return False
-    old = _at(target, path[-1], None) if path else target
-    if _saves_itself(old) and not is_plain(old):
-        old.load_state_dict(decoded(data))
-        return True
-    new = decoded(data, old)
-    if new is not old:
-        _set(target, path[-1], new)
-    return True
+def _saves_itself(value: object) -> bool:
+    names = ("state_dict", "load_state_dict")
+    return not isinstance(value, type) and all(callable(getattr(type(value), name, None)) for name in names)
 
 
-def _at(target: Any, step: Step, default: Any) -> Any:
-    kind, key = step
-    if kind == "attribute":
-        return getattr(target, key, default)
-    try:
-        return target[key]
-    except (LookupError, TypeError):
-        return default
+def _hidden_buffers(module: Any) -> set[str]:
+    """Return the names of a module's own buffers that its ``state_dict`` does not contain."""
+    names: set[str] = module._non_persistent_buffers_set  # noqa: SLF001  (no public API)
+    return {name for name in names if getattr(module, name, None) is not None}
+
+
+def _ids_of_weights(model: Any) -> Iterator[int]:
+    """Yield the ids of the parameters and buffers that a model's checkpoint contains."""
+    yield from map(id, model.parameters())
+    for module in model.modules():
+        hidden = _hidden_buffers(module)
+        yield from (id(each) for name, each in module.named_buffers(recurse=False) if name not in hidden)

@@ -6,21 +6,31 @@ Ranks split samples by their numbers. If a list of files has another order on on
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from horovod_train.collectives.base import Communicator, allgather_json
-from horovod_train.errors import UserError, describe_ranks
+from horovod_train.errors import UserError, describe_ranks, result_of
+
+log = logging.getLogger(__name__)
 
 NUM_SAMPLES = 8
+NUM_MORE_READS = 5
+"""Repeated reads of samples that differ between ranks: random augmentation differs between reads, too."""
+MAX_DEPTH = 10
 HINT = (
     "all ranks need the same samples in the same order: sort the result of os.listdir and glob, seed what is "
     "shuffled, and do not select samples by rank, because samples are split over ranks later"
 )
+Digests = dict[str, list[str]]
+"""Digest of each part of a batch, by sample if the part has a row for each, or else one digest. The name of a
+part begins with its kind: text or data."""
 
 
 def compared_samples(length: int, most: int = NUM_SAMPLES) -> list[int]:
@@ -38,12 +48,12 @@ def check_same_data(
 ) -> None:
     """Raise ``UserError`` on all ranks if lengths or samples of a data set differ between ranks. Collective.
 
-    Parts of a sample that differ between two reads of the same rank (random augmentation with a generator
-    that is not seeded) are not compared.
+    Parts of a batch that differ between reads of the same rank (random augmentation with a generator that is
+    not seeded) are not compared. If only texts differ, which may be paths on a host, a warning is logged.
 
     Args:
         world: All ranks.
-        what: Name of the data set in the message.
+        what: Name of the data set in the message, a plural.
         length: Number of samples on this rank.
         read: Returns a batch of the samples with some numbers.
         most: Number of samples to read.
@@ -51,8 +61,12 @@ def check_same_data(
     if world.size == 1:
         return
     numbers = compared_samples(length, most)
-    mine = digests(read(numbers), len(numbers))
-    everyone = allgather_json(world, [length, _digest(repr(mine).encode())])
+
+    def digests_of_read() -> Digests:
+        return digests(read(numbers), len(numbers))
+
+    mine, problem = result_of(digests_of_read)
+    everyone = allgather_json(world, [length, None if mine is None else _digest(repr(mine).encode())])
     lengths = [of_rank[0] for of_rank in everyone]
     if other := _other(lengths):
         raise UserError(
@@ -60,76 +74,92 @@ def check_same_data(
             f"{lengths[0]} on rank 0",
             hint=HINT,
         )
-    if not _other([of_rank[1] for of_rank in everyone]):
+    if any(of_rank[1] is None for of_rank in everyone) or mine is None:
+        if problem is not None:
+            log.warning("%s are not compared between ranks: %s: %s", what, type(problem).__name__, problem)
         return
-    again = digests(read(numbers), len(numbers))
-    stable = {name: value for name, value in mine.items() if again.get(name) == value}
-    of_ranks: list[dict[str, str]] = allgather_json(world, stable)
-    for rank, of_rank in enumerate(of_ranks):
-        differing = [
-            name for name in of_ranks[0] if of_rank.get(name, of_ranks[0][name]) != of_ranks[0][name]
-        ]
-        if differing:
-            row = differing[0].partition(" ")[0]
-            which = f"sample {numbers[int(row)]}" if row else f"a batch of samples {numbers}"
-            raise UserError(
-                f"{what} differ between ranks: {which} on {describe_ranks([rank])} is not that of rank 0 "
-                f"({length} samples on both)",
-                hint=HINT,
-            )
+    if _other([of_rank[1] for of_rank in everyone]):
+        reads = [result_of(digests_of_read)[0] or {} for _ in range(NUM_MORE_READS)]
+        unstable = [name for name, rows in mine.items() if any(again.get(name) != rows for again in reads)]
+        _compare(what, numbers, allgather_json(world, [unstable, mine]), is_first=world.rank == 0)
 
 
-def digests(batch: object, num_samples: int) -> dict[str, str]:
-    """Return a digest of each part of a batch by "row place"; row is empty if it has no row per sample."""
-    found = {}
-    for place, leaf in enumerate(_leaves(batch)):
-        rows = _rows(leaf, num_samples)
-        for row, data in enumerate(rows):
-            found[f"{row if len(rows) > 1 or num_samples == 1 else ''} {place}"] = _digest(data)
+def _compare(what: str, numbers: Sequence[int], everyone: Sequence[Any], *, is_first: bool) -> None:
+    """Raise ``UserError`` if data differ, log a warning if only texts do."""
+    ignored = {name for unstable, _ in everyone for name in unstable}
+    first: Digests = everyone[0][1]
+    found = [
+        (name, rank)
+        for name, rows in first.items()
+        for rank, (_, of_rank) in enumerate(everyone)
+        if name not in ignored and of_rank.get(name, rows) != rows
+    ]
+    if not found:
+        return
+    name, rank = min(found)  # data before text
+    rows, others = first[name], everyone[rank][1][name]
+    which = f"a batch of samples {list(numbers)}"
+    if len(rows) == len(others) == len(numbers):
+        which = f"sample {numbers[next(at for at, row in enumerate(rows) if row != others[at])]}"
+    message = (
+        f"{what} differ between ranks: {which} on {describe_ranks([rank])} is not that of rank 0, and the "
+        "lengths are equal"
+    )
+    if name.startswith("data"):
+        raise UserError(message, hint=HINT)
+    if is_first:
+        log.warning("%s; only texts differ, such as paths. If they are not paths: %s", message, HINT)
+
+
+def digests(batch: object, num_samples: int) -> Digests:
+    """Return the digests of the parts of a batch of ``num_samples``."""
+    found: Digests = {}
+    for place, leaf in enumerate(_leaves(batch, MAX_DEPTH)):
+        is_text = isinstance(leaf, str | bytes)
+        rows, _ = result_of(partial(_rows, leaf, num_samples))
+        rows = [type(leaf).__name__.encode()] if rows is None else rows
+        found[f"{'text' if is_text else 'data'} {place}"] = [_digest(row) for row in rows]
     return found
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any, depth: int) -> Iterator[Any]:
     """Yield the parts of a batch that are not containers."""
+    inner: Iterator[Any] | None = None
+    if depth == 0:
+        return
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield key
-            yield from _leaves(each)
+        inner = (each for pair in list(value.items()) for each in pair)
     elif isinstance(value, list | tuple):
-        yield len(value)
-        for each in value:
-            yield from _leaves(each)
+        inner = iter([len(value), *value])
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        inner = iter([list(value.shape), *value.reshape(-1).tolist()])
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _leaves(getattr(value, field.name))
-    else:
+        inner = (getattr(value, field.name, None) for field in fields(value))
+    if inner is None:
         yield value
+        return
+    for each in inner:
+        yield from _leaves(each, depth - 1)
 
 
 def _rows(leaf: Any, num_samples: int) -> list[bytes]:
     """Return the content of a part, for each sample if its first dimension has their number."""
+    if isinstance(leaf, str | bytes | int | float | complex | bool | type(None)):
+        text = leaf if isinstance(leaf, bytes) else str(leaf).encode(errors="surrogateescape")
+        return [type(leaf).__name__.encode() + text]
     if hasattr(leaf, "tobytes") and hasattr(leaf, "mode"):  # an image of PIL
         return [f"{leaf.mode} {leaf.size}".encode() + leaf.tobytes()]
-    if not hasattr(leaf, "__array__") and not hasattr(leaf, "detach"):
-        plain = isinstance(leaf, str | bytes | int | float | complex | bool | type(None))
-        return [f"{type(leaf).__name__} {leaf if plain else ''}".encode()]
-    try:
-        array = _as_array(leaf)
-    except (TypeError, ValueError, RuntimeError):  # a sparse tensor, for example
-        return [type(leaf).__name__.encode()]
-    head = f"{array.shape[1:]} {array.dtype} ".encode()
-    if array.ndim and len(array) == num_samples:
-        return [head + (row.tobytes() if array.dtype != object else repr(row).encode()) for row in array]
-    return [head + array.tobytes()]
-
-
-def _as_array(leaf: Any) -> Any:
-    """Return a NumPy array of a tensor or an array; bfloat16, which NumPy lacks, as float32."""
-    if hasattr(leaf, "detach"):
+    if hasattr(leaf, "detach"):  # a tensor; NumPy lacks bfloat16
         leaf = leaf.detach().cpu()
         leaf = leaf.float() if "bfloat16" in str(leaf.dtype) else leaf
-        return leaf.numpy()
-    return np.asarray(leaf)
+        leaf = leaf.numpy()
+    if not hasattr(leaf, "__array__"):
+        return [type(leaf).__name__.encode()]
+    array = np.asarray(leaf)
+    head = f"{array.shape[1:]} {array.dtype} ".encode()
+    if array.ndim and len(array) == num_samples:
+        return [head + row.tobytes() for row in array]
+    return [head + array.tobytes()]
 
 
 def _digest(data: bytes) -> str:
