@@ -43,18 +43,26 @@ class Noted:
         num_samples: Size of the training data.
         pause_s: Time that a call takes at least.
         chatter: Bytes that a call prints.
+        curriculum: Growth of the inputs with each call, whose progress only Python has.
     """
 
     FLOPS_PER_SAMPLE = 2 * 6 * 3 * 2  # forward, and the gradient of the weights
 
     def __init__(
-        self, notes: str, kill: str = "", num_samples: int = 60, pause_s: float = 0.0, chatter: int = 0
+        self,
+        notes: str,
+        kill: str = "",
+        num_samples: int = 60,
+        pause_s: float = 0.0,
+        chatter: int = 0,
+        curriculum: float = 0.0,
     ) -> None:
         self.notes = Path(notes) / f"rank-{RANK}-{os.getpid()}.txt"
         self.kill = tuple(map(int, kill.split(":"))) if kill else (-1, -1)
         self.num_samples = num_samples
         self.pause_s = pause_s
         self.chatter = chatter
+        self.curriculum = curriculum
         self.calls = 0
 
     def model(self) -> Any:
@@ -76,8 +84,7 @@ class Noted:
         time.sleep(self.pause_s)
         if self.chatter:
             print("x" * self.chatter)
-        # A curriculum, whose progress only Python has.
-        inputs = inputs * (np.random.rand(*inputs.shape) > 0.3) * (1 + 0.001 * self.calls)
+        inputs = inputs * (np.random.rand(*inputs.shape) > 0.3) * (1 + self.curriculum * self.calls)
         chances = softmax(params, inputs)
         rows = np.arange(len(labels))
         errors = chances.copy()

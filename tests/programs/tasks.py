@@ -42,13 +42,22 @@ class Noted:
         notes: Folder for the notes, one file per rank and process.
         kill: "rank:call" - the rank to kill with signal 9, at its so-manieth call of ``loss``.
         num_samples: Size of the training data.
+        curriculum: Growth of the inputs with each call, whose progress only Python has.
     """
 
-    def __init__(self, notes: str, kill: str = "", num_samples: int = 60, pause_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        notes: str,
+        kill: str = "",
+        num_samples: int = 60,
+        pause_s: float = 0.0,
+        curriculum: float = 0.0,
+    ) -> None:
         self.notes = Path(notes) / f"rank-{RANK}-{os.getpid()}.txt"
         self.kill = tuple(map(int, kill.split(":"))) if kill else (-1, -1)
         self.num_samples = num_samples
         self.pause_s = pause_s
+        self.curriculum = curriculum
         self.calls = 0
 
     def model(self) -> nn.Module:
@@ -71,7 +80,7 @@ class Noted:
             if (RANK, self.calls) == self.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(self.pause_s)
-            inputs = inputs * (1 + 0.001 * self.calls)  # a curriculum, whose progress only Python has
+            inputs = inputs * (1 + self.curriculum * self.calls)
         return functional.cross_entropy(model(inputs), labels)
 
 

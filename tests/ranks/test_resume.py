@@ -36,7 +36,7 @@ def job(
         name=name,
         framework=framework,
         task=f"{PROGRAMS / TASKS[framework]}:Noted",
-        task_args={"notes": str(notes), "kill": kill, "num_samples": NUM_SAMPLES},
+        task_args={"notes": str(notes), "kill": kill, "num_samples": NUM_SAMPLES, "curriculum": 0.001},
         run_dir=str(folder / "runs"),
         train={"epochs": EPOCHS, "batch_size_per_rank": 4, **train},
         optimizer={"torch": ADAMW, "numpy": {"args": {"momentum": 0.9}}}[framework],

@@ -64,7 +64,9 @@ def test_its_checkpoints_are_resumed_as_if_nothing_had_been(before, tmp_path_fac
         load_file(folder / "runs" / "before" / "checkpoints" / "step-000000000030" / "model.safetensors")
         for folder in (before, undisturbed)
     ]
-    assert all(allclose(ends[0][name], ends[1][name], atol=1e-5) for name in ends[0])
+    # The gradient of a bias before a normalization is rounding of this CPU, of which AdamW makes whole steps.
+    names = ends[0].keys() - {"0.bias", "1.running_mean"}
+    assert all(allclose(ends[0][name], ends[1][name], atol=1e-5) for name in names)
     # It has really gone on from there: the first steps were not trained again.
     notes = [
         sum(len(file.read_text().splitlines()) for file in (folder / "notes").iterdir())
