@@ -22,7 +22,7 @@ from horovod_train.events.types import CheckpointWritten, Notice, Resumed, Start
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework, HasGenerators, HasPythonState, Reader, Replica
 from horovod_train.health.finite import FiniteGuard
-from horovod_train.health.same_data import NUM_SAMPLES, check_same_data
+from horovod_train.health.same_data import check_same_data
 from horovod_train.lr.policy import policy_of
 from horovod_train.registry import HOOKS
 from horovod_train.system.files import make_folder
@@ -217,17 +217,18 @@ def check_data(run: Run) -> None:
                 run.world,
                 what,
                 0 if reader is None else len(reader),
-                partial(_batch_of, reader),
-                min(NUM_SAMPLES, run.job.train.batch_size_per_rank),
+                partial(_batches_of, reader, run.job.train.batch_size_per_rank),
             )
 
 
-def _batch_of(reader: Reader | None, numbers: Sequence[int]) -> object:
-    """Return a batch of some samples; None: there are none."""
+def _batches_of(reader: Reader | None, batch_size: int, numbers: Sequence[int]) -> object:
+    """Return the batch of some samples; several batches if there are more samples than in one of the job."""
     if reader is None or not numbers:
         return None
-    batch = MicroBatch(0, len(numbers), share=0.0)
-    return next(reader.read(0, np.array(numbers, np.int64), [batch]))
+    starts = range(0, len(numbers), batch_size)
+    parts = [MicroBatch(at, min(at + batch_size, len(numbers)), share=0.0) for at in starts]
+    batches = list(reader.read(0, np.array(numbers, np.int64), parts))
+    return batches[0] if len(batches) == 1 else batches
 
 
 def resume(

@@ -195,7 +195,8 @@ def test_ranks_that_have_the_samples_in_another_order_are_told_before_the_first_
     done = cli("run", str(path), cwd=tmp_path, check=False)
 
     assert done.returncode == 2
-    assert "the training data differ between ranks: sample 0 on rank 1 is not that of rank 0" in done.stderr
+    assert "the training data differ between ranks: a batch of samples [0, 8, 17, 25," in done.stderr
+    assert "on rank 1 is not that of rank 0" in done.stderr
     assert "sort the result of os.listdir and glob" in done.stderr
 
 

@@ -223,6 +223,17 @@ def job(**task_args):
     }
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_small_batches_are_read_until_there_are_eight_samples(batch_size):
+    def act(world):
+        _, run = run_of(world, job(is_reversed=bool(world.rank)), train={"batch_size_per_rank": batch_size})
+        check_data(run)
+
+    for error in on_torch_ranks(2, act):
+        assert isinstance(error, UserError)
+        assert "a batch of samples [0, 3, 5, 8, 11, 14, 16, 19] on rank 1" in error.message
+
+
 @pytest.mark.parametrize(
     ("which", "what"), [("is_reversed", "the training data"), ("eval_reversed", "the evaluation data")]
 )
