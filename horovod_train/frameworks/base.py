@@ -324,7 +324,7 @@ class PythonStateOfRank(Protocol):
     """Values that the checkpoint from which the job has resumed does not contain."""
 
     def kept(self) -> AbstractContextManager[None]:
-        """Return a context that restores counters and random generators at its end."""
+        """Return a context that restores the state of random generators at its end."""
         ...
 
     def examined(self) -> tuple[Mapping[str, str], Mapping[str, str]]:

@@ -56,20 +56,15 @@ WHOLE_LENGTH, SAMPLE_LENGTH = 10_000, 100
 """Of a longer container, only the first and last elements are examined."""
 
 
-def module_of(name: str) -> Any:
-    """Return a package if it has been imported: values of other packages cannot exist."""
-    return sys.modules.get(name)
-
-
 def is_tensor(value: object) -> bool:
     """Return whether a value is a tensor of PyTorch, or of a class derived from it."""
-    torch = module_of("torch")
+    torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_plain_tensor(value: Any) -> bool:
     """Return whether a tensor of PyTorch is state: a dense tensor that is not a part of a computation."""
-    torch = module_of("torch")
+    torch = sys.modules.get("torch")
     if torch is None or type(value) is not torch.Tensor or value.requires_grad:
         return False
     if value.layout != torch.strided or value.is_meta or value.is_nested or value.is_quantized:
@@ -79,7 +74,7 @@ def is_plain_tensor(value: Any) -> bool:
 
 def is_generator(value: object) -> bool:
     """Return whether a value is a generator of random numbers."""
-    torch = module_of("torch")
+    torch = sys.modules.get("torch")
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
     return type(value) in kinds or (torch is not None and type(value) is torch.Generator)
 
@@ -92,7 +87,7 @@ def is_variable(value: object) -> bool:
 
 def is_array_of_jax(value: object) -> bool:
     """Return whether a value is an array of JAX, and not one that a traced function computes."""
-    jax = module_of("jax")
+    jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
 

@@ -67,6 +67,7 @@ class PythonState:
         trained = [root for root in roots if root.is_trained]
         self._roots = [*trained, *(root for root in roots if not root.is_trained), *code_of(roots)]
         self._packages = packages_of(roots)
+        # Values stay in memory: a mark may contain an address, which another value must not get.
         self._before = self._walk()
         self._initial = {
             place: encoded(member.value)
@@ -103,15 +104,15 @@ class PythonState:
     def examined(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return digests of the changed values that ranks should share, and why others are not saved."""
         changed, unsaved = self.changed()
-        return _digests({place: each for place, each in changed.items() if each.is_shared}), unsaved
+        return _digests(_shared(changed)), unsaved
 
     def differences(self) -> dict[str, str]:
         """Return a text with the values of two ranks for each value that differs. Collective."""
-        shared = {m.name: m for m in self.changed()[0].values() if m.is_shared}
-        everyone: list[dict[str, str]] = allgather_json(self._world, self.examined()[0])
+        shared = _shared(self.changed()[0])
+        everyone: list[dict[str, str]] = allgather_json(self._world, _digests(shared))
         names = sorted(set().union(*everyone))
         differing = {name for name in names if len({of_rank.get(name) for of_rank in everyone}) > 1}
-        mine = {name: text_of(member.value) for name, member in shared.items() if name in differing}
+        mine = {m.name: text_of(m.value) for m in shared.values() if m.name in differing}
         texts: list[dict[str, str]] = allgather_json(self._world, mine)
         found = {}
         for name in sorted(differing):
@@ -225,6 +226,10 @@ def _is_exchanged(
         if key not in known.get(above, {}) or known[above][key].mark != now[above][key].mark:
             return True
     return False
+
+
+def _shared(changed: Mapping[Place, Member]) -> dict[Place, Member]:
+    return {place: each for place, each in changed.items() if each.is_shared}
 
 
 def _digests(changed: Mapping[Place, Member]) -> dict[str, str]:

@@ -28,7 +28,12 @@ class BroadcastState(keras.callbacks.Callback):
         self._world = world
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Broadcast the state."""
+        """Broadcast the state.
+
+        Raises:
+            UserError: Ranks have created different models, or a layer requests statistics over ranks.
+        """
+        variables.refuse_synchronized(self.model._flatten_layers(), self._world)  # noqa: SLF001  (not public)
         broadcast(self.model, self._world)
 
 
@@ -36,9 +41,8 @@ def broadcast(model: keras.Model, world: Communicator) -> None:
     """Broadcast weights and optimizer state from rank 0.
 
     Raises:
-        UserError: Ranks have created different models, or a layer requests statistics over ranks.
+        UserError: Ranks have created different models.
     """
-    variables.refuse_synchronized(model._flatten_layers(), world)  # noqa: SLF001  (no public function)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     variables.broadcast(world, variables.named([*variables.shared_state(model), *model.optimizer.variables]))

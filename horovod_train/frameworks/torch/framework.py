@@ -153,12 +153,7 @@ class TorchFramework(TorchBased):
             mesh,
             task,
             [reader, eval_reader],
-            Root(
-                "model",
-                model,
-                frozenset(vars(torch.nn.Module())),
-                is_trained=True,
-            ),
+            Root("model", model, frozenset(vars(torch.nn.Module())), is_trained=True),
         )
         if recorder is not None:
             replica.record_steps(recorder, only_if_faster=job.train.cuda_graph == "auto")

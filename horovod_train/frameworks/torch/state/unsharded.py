@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from horovod_train.frameworks.torch.step.gradient_watch import num_hooks
+from horovod_train.frameworks.torch.step.gradient_hooks import num_hooks
 
 Parameters = Mapping[torch.nn.Parameter, str]
 """Reason why each parameter is not sharded: a clause whose subject is the parameter."""

@@ -47,10 +47,12 @@ class GradientHooks:
         self._parameters = parameters
 
     def defer(self) -> None:
-        """Make autograd call hooks without effect; must be called before each backward pass."""
+        """Make autograd call hooks without effect, also those that were registered since the last call.
+
+        Must be called before the first backward pass of each step.
+        """
         for parameter in self._parameters():
-            if parameter._backward_hooks:  # noqa: SLF001  (no public API)
-                _defer(_of_tensor(parameter))
+            _defer(_of_tensor(parameter))
 
     @torch.no_grad()
     def call(self) -> None:
@@ -72,6 +74,11 @@ class GradientHooks:
             elif parameter.grad is not gradient:
                 gradient.copy_(parameter.grad)
                 parameter.grad = gradient
+
+
+def num_hooks(parameter: torch.Tensor) -> int:
+    """Return the number of hooks of a parameter's gradient."""
+    return len(_of_tensor(parameter)) + len(_after_accumulation(parameter))
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

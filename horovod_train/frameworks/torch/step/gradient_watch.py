@@ -14,15 +14,10 @@ from operator import is_
 import torch
 
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.step.gradient_hooks import num_hooks
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
 Gradients = list[torch.Tensor | None]
-
-
-def num_hooks(parameter: torch.nn.Parameter) -> int:
-    """Return the number of hooks of a parameter's gradient."""
-    number = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-    return number + len(parameter._backward_hooks or ())  # noqa: SLF001
 
 
 class GradientWatch:

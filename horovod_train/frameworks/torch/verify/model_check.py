@@ -7,8 +7,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from horovod_train.checkpoint.arrays import DTYPE_CODES, METADATA
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.step.gradient_hooks import has_hooks
-from horovod_train.frameworks.torch.step.gradient_watch import num_hooks
+from horovod_train.frameworks.torch.step.gradient_hooks import has_hooks, num_hooks
 
 
 def check_model(model: torch.nn.Module) -> None:
