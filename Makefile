@@ -10,6 +10,7 @@
 #   make mxnet    install MXNet and its engine into an environment of their own
 #   make image    build the container image and try it (root, buildah, debootstrap)
 #   make campaign run the tests that take long, too
+#   make slice    run an eighth of the campaign, and record it: CI does so after each check
 #   make kernels  numeric tests with other kernels of the CPU, on one thread and on two
 #   make coverage branches of the loop, hooks, strategies and collectives that unit tests take
 #   make mutants  change the core code in 320 places, and see unit tests fail
@@ -30,10 +31,10 @@ PIP := -m pip install --disable-pip-version-check --no-input --progress-bar off
 PIP_INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools servers mpis mxnet engine-cuda strangers train test image campaign kernels coverage mutants check lint format bench accuracy clean
+.PHONY: help tools servers mpis mxnet engine-cuda strangers train test image campaign slice kernels coverage mutants check lint format bench accuracy clean
 
 help:
-	@sed -n '3,19s/^# *//p' Makefile
+	@sed -n '3,20s/^# *//p' Makefile
 
 tools:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
@@ -145,8 +146,12 @@ image: tools $(VENV)/installed-dev
 
 campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python tests/support/mpis.py --force
-	@$(BIN)/python -m pytest -n 2 -m campaign
+	@$(BIN)/python -m tests.campaign --all
 	@[ -z "$(HIDDEN)" ] || $(MAKE) strangers
+
+# What has not passed for the longest time; tests/campaign.json says when that was.
+slice: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine mpis
+	@$(BIN)/python -m tests.campaign
 
 # What is computed, in ranks and in threads. Each line of settings is a CPU that somebody has.
 NUMERIC := tests/unit/test_allreduce.py tests/unit/test_replica.py tests/unit/test_torch_together.py \
