@@ -35,7 +35,7 @@ def test_all_tests_run_in_eight_slices_of_about_the_same_time():
 
 def test_what_failed_and_what_is_new_comes_first_in_the_next_slice():
     record = of(80)
-    for _ in range(NUM_SLICES):
+    for _ in range(2 * NUM_SLICES):
         run(record, failing=("test_003",))
     record.update([*record.tests, "test_new"])
 
