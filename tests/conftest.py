@@ -21,7 +21,7 @@ from hypothesis import settings
 sys.path[:0] = [str(Path(__file__).parent / name) for name in (".", "programs", "plugin")]
 
 
-from support.budget import MAX_LAUNCHES, Launches  # noqa: E402
+from support.budget import END, MAX_LAUNCHES, Launches  # noqa: E402
 from support.lanes import Lanes, pool_of  # noqa: E402
 from support.matrix import Matrix, update  # noqa: E402  (found by the path above)
 from support.pools import PROCESSES, Pools  # noqa: E402
@@ -65,6 +65,11 @@ class Shuffled:
 def pytest_collection_modifyitems(items):
     """Let all tests of a pool follow each other, over all files: it is started once, and waits for nobody."""
     items.sort(key=pool_of)
+
+
+def pytest_runtest_setup():
+    if time.time() > float(os.environ.get(END, "inf")):
+        pytest.skip("the time of this slice is over (tests/campaign.py)")
 
 
 def pytest_xdist_make_scheduler(config, log):

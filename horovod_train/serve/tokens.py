@@ -27,7 +27,7 @@ Role = Literal["read", "end", "submit"]
 """Each role includes the earlier ones: read jobs; drain and cancel them; submit them."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
-SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "TRACE"}
+SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "QUERY", "TRACE"}
 SUBMIT_PATH = f"{API}/jobs"
 MIN_CHARS = 16
 

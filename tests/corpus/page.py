@@ -28,7 +28,8 @@ Models and training loops of `tests/corpus` are small; each is written to be dif
 mechanisms by which strategies work. **yes**: ranks end with the weights and buffers of a plain loop over the
 joint batch in one process, with SGD, and with AdamW, accumulation and clipping. A number: the job ends with
 exit code 2, for the reason below. Empty: not run. No other result occurs: no model ends with other weights,
-and none hangs. `make campaign` trains all models on two and on three ranks, `make test` every tenth pair.
+and none hangs. `make campaign` trains all models on two and
+on three ranks, `make test` every thirtieth pair.
 
 Your own models are compared in the same way: the plain model runs the first steps under a strategy
 as well (`health.verify_strategy`), and a difference ends the job.
@@ -66,8 +67,9 @@ def reason(output: str) -> str:
     return f"{first}: {others[0]}" if others and first.endswith("into stages") else first
 
 
-OTHERS_HEAD = """
-## Keras, TensorFlow and JAX
+OTHERS_TITLE = "## Keras, TensorFlow and JAX"
+OTHERS_HEAD = f"""
+{OTHERS_TITLE}
 
 Models of `tests/corpus/keras_nets.py` and `jax_nets.py`, on two and three ranks, each compared with a plain
 loop of its framework over the joint batch in one process.

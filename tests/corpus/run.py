@@ -1,6 +1,8 @@
 """Train the corpus under strategies, compare each with one process, and write what was seen.
 
 usage: run.py [--out FILE] [--strategy NAME ...] [--ranks N ...] [--case NAME ...] [--part I/N] [--share I/N]
+
+A part is one of models and strategies: all numbers of ranks and settings of a pair belong to it.
 """
 
 from __future__ import annotations
@@ -247,21 +249,25 @@ def main() -> None:
     import_what_ranks_need(options.strategy)
     part, num_parts = map(int, options.part.split("/"))
     share, num_shares = map(int, options.share.split("/"))
-    every = [
-        (name, case, strategy, settings, num_ranks)
+    pairs = [
+        (name, case, strategy)
         for name, case in cases().items()
         for strategy in options.strategy
-        for num_ranks in options.ranks
-        for settings in (EASY, HARD)
-        if settings.name in options.settings
-        if settings.name in case.settings and not (settings is HARD and case.stateful)
         if not (strategy == "tensor_parallel" and case.plan is None)
         if strategy not in LOOPS or fits(case)
         if case.only is None or strategy in case.only
         if options.case is None or name in options.case
     ]
+    of_part = [
+        (name, case, strategy, settings, num_ranks)
+        for name, case, strategy in pairs[part::num_parts][share::num_shares]
+        for num_ranks in options.ranks
+        for settings in (EASY, HARD)
+        if settings.name in options.settings
+        if settings.name in case.settings and not (settings is HARD and case.stateful)
+    ]
     results = {}
-    for name, case, strategy, settings, num_ranks in every[part::num_parts][share::num_shares]:
+    for name, case, strategy, settings, num_ranks in of_part:
         key = f"{name} {strategy} {num_ranks} {settings.name}"
         try:
             found = seen(case, strategy, settings, num_ranks)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from corpus.mechanisms import MECHANISMS
-from corpus.page import page, title, trained_by
+from corpus.page import OTHERS_TITLE, title, trained_by
 from corpus.run import COLUMNS, STRATEGIES, cases
 from support.launching import environment
 
 RUN = Path(__file__).parent.parent / "corpus" / "run.py"
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
+NUM_PARTS = 20
 REFUSED_AT_MOST = {
     "allreduce": 0.05,
     "zero": 0.05,
@@ -54,29 +56,34 @@ def wrong(results):
     return {key: found for key, found in results.items() if found["what"] not in ("equal", "refused")}
 
 
-# Of one setting: every thirtieth pair of a model and a strategy; every tenth one in campaigns.
-@pytest.mark.parametrize(
-    ("part", "num_pairs"), [("3/30", 50), pytest.param("3/10", 150, marks=pytest.mark.campaign)]
-)
-def test_a_part_of_the_models_is_trained_as_one_process_does_or_is_refused(tmp_path, part, num_pairs):
+def rows(page):
+    """Return the cells of each row of the page, by its title."""
+    lines = (line for line in page.splitlines() if line.startswith("| "))
+    return {cells[0]: cells[1:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in lines)}
+
+
+def refused_pairs(results):
+    return {tuple(key.split()[:2]) for key, found in results.items() if found["what"] == "refused"}
+
+
+def test_a_thirtieth_of_the_models_is_trained_as_one_process_does_or_is_refused(tmp_path):
     strategies = ["--strategy", *STRATEGIES, "--settings", "easy"]
-    results = trained(tmp_path, "--part", part, *strategies, at_once=2)
-    said = trained_by(PAGE.read_text(), cases(), COLUMNS)
+    results = trained(tmp_path, "--part", "3/30", *strategies, at_once=2)
 
-    assert len(results) >= num_pairs
+    assert len(results) >= 50
     assert not wrong(results)
-    refused = {tuple(key.split()[:2]) for key, found in results.items() if found["what"] == "refused"}
-    assert not refused & said
-
-
-@pytest.fixture(scope="module")
-def whole_corpus(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("corpus"), "--ranks", "2", "3", at_once=2)
+    assert not refused_pairs(results) & trained_by(PAGE.read_text(), cases(), COLUMNS)
 
 
 @pytest.mark.campaign
-def test_every_model_is_trained_as_one_process_does_or_is_refused(whole_corpus):
-    assert not wrong(whole_corpus)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_all_models_are_trained_as_one_process_does_or_are_refused_as_the_page_says(tmp_path, part):
+    results = trained(tmp_path, "--part", f"{part}/{NUM_PARTS}", "--ranks", "2", "3", at_once=2)
+    pairs = {tuple(key.split()[:2]) for key in results}
+
+    assert not wrong(results)
+    assert refused_pairs(results) == pairs - trained_by(PAGE.read_text(), cases(), COLUMNS)
 
 
 OTHERS = {
@@ -88,49 +95,42 @@ OTHERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def other_corpora(tmp_path_factory):
-    """What was seen of other frameworks, by their names on the page."""
-    folder, found = tmp_path_factory.mktemp("others"), {}
-    for column, (framework, back_end) in OTHERS.items():
-        out = folder / f"{column}.json"
-        command = [sys.executable, RUN.parent / "others.py", framework, "--ranks", "2", "3", "--out", out]
-        subprocess.run(command, env=environment(KERAS_BACKEND=back_end), check=True)
-        found[column] = json.loads(out.read_text())
-    return found
-
-
 @pytest.mark.campaign
-def test_every_model_of_another_framework_is_trained_as_one_process_does(other_corpora):
-    assert all(len({key.split()[0] for key in results}) >= 30 for results in other_corpora.values())
-    assert not any(wrong(results) for results in other_corpora.values())
-
-
-@pytest.mark.campaign
-def test_the_page_of_models_says_what_was_seen(whole_corpus, other_corpora):
-    text = page(whole_corpus, cases(), COLUMNS, other_corpora)
-    if PAGE.read_text() != text:
-        PAGE.write_text(text)
-        pytest.fail(f"{PAGE} was not what was seen; it is now: look at it and commit it")
-
-
-def has_too_few_layers(found):
-    """Whether a model has fewer layers with parameters than a pipeline has stages."""
-    return "has no parameter that is trained" in found["output"]
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("strategy", REFUSED_AT_MOST)
-def test_few_models_are_refused(whole_corpus, strategy):
-    to_be_trained = {name for name, case in cases().items() if not case.is_refused}
-    seen = {key.split()[0] for key in whole_corpus if key.split()[1] == strategy} & to_be_trained
-    refused = seen & {
-        key.split()[0]
-        for key, found in whole_corpus.items()
-        if key.split()[1] == strategy and found["what"] == "refused" and not has_too_few_layers(found)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("column", OTHERS)
+def test_all_models_of_another_framework_are_trained_as_one_process_does(tmp_path, column):
+    framework, back_end = OTHERS[column]
+    out = tmp_path / "results.json"
+    command = [sys.executable, RUN.parent / "others.py", framework, "--ranks", "2", "3", "--out", out]
+    subprocess.run(command, env=environment(KERAS_BACKEND=back_end), check=True)
+    results = json.loads(out.read_text())
+    names = {key.split()[0] for key in results}
+    place = list(OTHERS).index(column)
+    of_page = {
+        title
+        for title, cells in rows(PAGE.read_text().partition(OTHERS_TITLE)[2]).items()
+        if cells[place] == "yes"
     }
 
-    assert len(refused) <= REFUSED_AT_MOST[strategy] * len(seen), sorted(refused)
+    assert len(names) >= 30
+    assert not wrong(results)
+    assert names == of_page
+
+
+@pytest.mark.parametrize("strategy", REFUSED_AT_MOST)
+def test_few_models_are_refused(strategy):
+    """Models with fewer layers than a pipeline has stages do not count."""
+    text = PAGE.read_text()
+    too_few = re.findall(r"^(\d+)\. .*has no parameter that is trained", text, re.MULTILINE)
+    to_be_trained = {title(case) for case in cases().values() if not case.is_refused}
+    place = COLUMNS.index(strategy)
+    cells = [
+        each[place] for name, each in rows(text.partition(OTHERS_TITLE)[0]).items() if name in to_be_trained
+    ]
+    refused = [cell for cell in cells if cell.isdecimal() and cell not in too_few]
+    num_trained = sum(each == strategy for _, each in trained_by(text, cases(), COLUMNS))
+
+    assert len(refused) <= REFUSED_AT_MOST[strategy] * (num_trained + len(refused))
 
 
 AT_HOME = ["ranks agree on the path", "weights that are changed by functional_call, in stages"]
