@@ -363,7 +363,7 @@ class TestRoles:
     def test_a_method_that_no_path_has_is_not_allowed_whatever_the_role(self, serve):
         port = serve("submit").port
 
-        assert [ask(port, path, "QUERY", b"{}", READ)[0] for path in ("/jobs", "/version")] == [405, 405]
+        assert [ask(port, path, "QUERY", b"{}", READ)[0] for path in ("/jobs", "/openapi.json")] == [405, 405]
 
     def test_a_cookie_needs_the_origin_of_the_page_to_change_something(self, serve, launcher):
         port = serve("end").port
