@@ -383,6 +383,7 @@ OBSERVERS = (  # hooks of jobs and of users' own loops, in the order in which th
 
 HOOKS = (  # hooks of jobs: the observers, and those that need checkpoints
     *OBSERVERS,
+    "horovod_train.training.hooks.one_process:CompareWithOneProcess",  # before a checkpoint is written
     "horovod_train.training.hooks.checkpoints:SaveCheckpoints",
     "horovod_train.training.hooks.preemption:StopWhenPreempted",
     "horovod_train.training.hooks.python_state:WatchPythonState",  # after the exchange between ranks

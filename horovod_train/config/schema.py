@@ -376,6 +376,11 @@ class Health(Section):
     """Compare the first steps under a strategy other than allreduce with those of the plain model on the same
     samples; end the job with exit code 2 if they differ."""
 
+    one_process: Literal["refuse", "warn", "off"] = "refuse"
+    """Compare the gradient of all ranks with that of one process on the same samples (at most 8), after steps
+    1, 2, 4, ..., and every 1,000 steps. refuse: the job ends with exit code 2 if the message says how to
+    remove the cause; other differences are warnings."""
+
     max_clock_offset_s: Seconds = 5.0
     """Maximum clock offset between two hosts, in seconds; with a larger offset, the job does not start."""
 

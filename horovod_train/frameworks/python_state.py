@@ -23,7 +23,7 @@ from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.errors import describe_ranks, result_of
 from horovod_train.frameworks.fingerprint import fingerprint
-from horovod_train.frameworks.plain_data import decoded, encoded, is_generator, packed, unpacked
+from horovod_train.frameworks.plain_data import decoded, encoded, is_generator, is_tensor, packed, unpacked
 from horovod_train.frameworks.python_values import (
     MAX_BYTES_OF_DATA,
     Key,
@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 
 OWN_STATE = "@python/"
 """Prefix of the names of arrays in a checkpoint's state of ranks."""
+MAX_RESTORED_BYTES = 2**24
+"""Largest value that is copied before passes that must leave no trace."""
+IMMUTABLE = {type(None), bool, int, float, complex, str, bytes}
 MAX_INITIAL_BYTES = 2**16
 """Largest value whose initial value is kept, for a return to a checkpoint in which it had not changed."""
 
@@ -175,9 +178,7 @@ class PythonState:
     ) -> None:
         """Set a value; raises if its object does not exist any more. ``is_new``: this rank had no state."""
         root_id, path, key = place
-        target: Any = next(root.target for root in self._roots if root.id == root_id)
-        for step in path:
-            target = _at(target, step)
+        target = self._target(root_id, path)
         if kind == "own":
             (target if key is None else _at(target, key)).load_state_dict(decoded(data))
             return
@@ -197,6 +198,107 @@ class PythonState:
         yield
         for each, data in zip(generators, before, strict=True):
             decoded(data, each)
+
+    def iterators(self) -> list[str]:
+        """Return the names of iterators of the task, whose position cannot be restored."""
+        return [
+            member.name
+            for _, member in _members(self._walk_of_code())
+            if member.kind == "opaque" and hasattr(type(member.value), "__next__")
+        ]
+
+    def tensors(self) -> list[Any]:
+        """Return the tensors that ``restored`` leaves to others."""
+        return [
+            m.value for _, m in _members(self._walk_of_code()) if m.kind == "plain" and is_tensor(m.value)
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[list[str]]:
+        """Restore the state in Python of task and models after the block, but not the contents of tensors.
+
+        Yields:
+            A list that has, after the block, the names of values that were changed and cannot be restored.
+        """
+        before = self._walk_of_code()
+        attributes = [
+            _Attributes(self._target(root_id, path))
+            for root_id, walk in before.items()
+            for path in walk.objects
+        ]
+        contents = {
+            place: encoded(member.value)
+            for place, member in _members(before)
+            if member.kind in ("plain", "own")
+            and type(member.value) not in IMMUTABLE
+            and not is_tensor(member.value)
+            and size_of(member.value) <= MAX_RESTORED_BYTES
+        }
+        lost: list[str] = []
+        try:
+            yield lost
+        finally:
+            for each in attributes:
+                each.restore()
+            after = self._walk_of_code()
+            for place, member in _members(before):
+                root_id, path, key = place
+                now = after[root_id].objects.get(path, {}).get(key)
+                if now is None or now.mark == member.mark or is_tensor(member.value):
+                    continue
+                if place in contents:
+                    self._restore(after, place, contents[place], member.kind, is_new=False)
+                else:
+                    lost.append(member.name)
+
+    def _walk_of_code(self) -> dict[str, Walk]:
+        """Walk over the task and the models; data sets change when they are read."""
+        seen: set[int] = set()
+        return {root.id: Walk(root, seen, self._packages) for root in self._roots if root.is_reported}
+
+    def _target(self, root_id: str, path: Path) -> Any:
+        target: Any = next(root.target for root in self._roots if root.id == root_id)
+        for step in path:
+            target = _at(target, step)
+        return target
+
+
+class _Attributes:
+    """The members of an object, to be set again."""
+
+    def __init__(self, target: Any) -> None:
+        self._target, self._members = target, dict(_current(target))
+
+    def restore(self) -> None:
+        """Set all members that were replaced or removed, and remove those that were added."""
+        now = dict(_current(self._target))
+        if now.keys() == self._members.keys() and all(
+            now[key] is each for key, each in self._members.items()
+        ):
+            return
+        if isinstance(self._target, list):
+            self._target[:] = self._members.values()
+            return
+        for key, value in self._members.items():
+            if now.get(key, self) is not value:
+                _set(self._target, key, value)
+        for key in now.keys() - self._members.keys():
+            if isinstance(self._target, dict):
+                del self._target[key]
+            else:
+                delattr(self._target, str(key))
+
+
+def _current(target: Any) -> Iterator[tuple[str | int, Any]]:
+    """Yield the present members of an object; of a module of PyTorch, buffers and modules, too."""
+    if isinstance(target, list | tuple):
+        yield from enumerate(target)
+    elif isinstance(target, dict):
+        yield from target.items()
+    else:
+        yield from ((key, value) for key, value in list(vars(target).items()) if not key.startswith("__"))
+        for name in ("_buffers", "_modules"):
+            yield from dict(vars(target).get(name) or {}).items()
 
 
 def _set(target: Any, key: Any, value: object) -> None:

@@ -62,6 +62,7 @@ from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, make_strategy
 from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, TorchTask
 from horovod_train.frameworks.torch.verify.model_check import check_model
+from horovod_train.frameworks.torch.verify.one_process import OneProcess
 from horovod_train.frameworks.torch.verify.room import has_room
 from horovod_train.frameworks.torch.verify.task_copy import copy_of_task, copy_of_value, generators_of
 from horovod_train.frameworks.torch.verify.verification import StrategyVerifier, refused
@@ -155,6 +156,8 @@ class TorchFramework(TorchBased):
             [reader, eval_reader],
             Root("model", model, frozenset(vars(torch.nn.Module())), is_trained=True),
         )
+        if strategy.capabilities.sums_gradients and mesh.data.size == mesh.world.size:
+            replica.one_process = OneProcess(replica, reader, mesh.world, job)
         if recorder is not None:
             replica.record_steps(recorder, only_if_faster=job.train.cuda_graph == "auto")
         return replica, reader, eval_reader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -156,9 +156,12 @@ class TorchReader:
 
     def first(self, num_samples: int = 1) -> object:
         """Return a batch of the first samples, at most ``num_samples``, on the replica's device."""
-        indices = tuple(range(min(num_samples, len(self))))
-        samples = self._loader.dataset.__getitems__(Fetch(indices, self._seed))  # type: ignore[attr-defined]
-        return self._placed.put(self._loader.collate_fn(samples))
+        return self.batches_of(range(min(num_samples, len(self))), [slice(None)])[0]
+
+    def batches_of(self, numbers: Sequence[int], parts: Sequence[slice]) -> list[object]:
+        """Return a batch of each part of some samples, which are read once, on the replica's device."""
+        samples = self._loader.dataset.__getitems__(Fetch(tuple(numbers), self._seed))  # type: ignore[attr-defined]
+        return [self._placed.put(self._loader.collate_fn(samples[part])) for part in parts]
 
     def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         """Yield the collated batch of each micro-batch, on the replica's device."""

@@ -96,9 +96,11 @@ class Codec:
 
     Attributes:
         rules: How a state is loaded on another number of ranks, by the second item of its ``StateKey``.
+        is_exact: Gradients are sent unchanged.
     """
 
     rules: Mapping[str, Rule] = {}
+    is_exact: bool = False
 
     @property
     def keeps_residual(self) -> bool:

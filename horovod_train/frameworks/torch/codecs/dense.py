@@ -32,6 +32,7 @@ class Dense(Codec):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self.is_exact = dtype == torch.float32
 
     def message(self, layout: BucketLayout) -> BucketExchange:
         """Create the message of a bucket."""

@@ -81,6 +81,11 @@ def num_hooks(parameter: torch.Tensor) -> int:
     return len(_of_tensor(parameter)) + len(_after_accumulation(parameter))
 
 
+def hooks_of(parameter: torch.Tensor) -> tuple[Hooks, Hooks]:
+    """Return the hooks of a parameter's gradient, before and after accumulation, as PyTorch stores them."""
+    return _of_tensor(parameter), _after_accumulation(parameter)
+
+
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Return whether a user has registered a hook of a parameter's gradient that can be deferred."""
     hooks = (*_of_tensor(parameter).values(), *_after_accumulation(parameter).values())

@@ -14,7 +14,7 @@ from horovod_train.config.schema import Ema, Health, Train
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
-from horovod_train.frameworks.base import StepClock
+from horovod_train.frameworks.base import GradientComparison, StepClock
 from horovod_train.frameworks.torch.sizes.flops import FlopCounter
 from horovod_train.frameworks.torch.state.local_model import ReplicaBase
 from horovod_train.frameworks.torch.state.optimizer import ScheduledArguments, set_rates
@@ -138,6 +138,7 @@ class TorchReplica(ReplicaBase):
             self._parts.append(self.statistics)
         self._after_update: list[FollowsUpdates] = [averaged_buffers, self._task_after_update, self.averaged]
         self._on_host, self._on_device = self._make_updates()
+        self.one_process: GradientComparison | None = None
         self.is_training = False
         self._not_optimized: list[torch.nn.Parameter] = []
         self._graphs: StepGraphs | None = None
@@ -169,6 +170,28 @@ class TorchReplica(ReplicaBase):
                 self.run_schedule(step_to_run, clock)
             return self.finish(clock, lr, want_norm=want_norm)
 
+    def trial(self, step: PlannedStep) -> torch.Tensor:
+        """Compute loss and gradients of a step that is not made; ``discard`` must follow. Collective.
+
+        Returns:
+            The loss over all ranks, shape []; gradients are those of the strategy.
+        """
+        graphs, noise = self._graphs, self.noise
+        self._graphs = self.loss.noise = self.strategy.noise = None
+        try:
+            self._clear_gradients()
+            self.strategy.begin(step)
+            self.loss.begin(step)
+            self.run_schedule(step, StepClock())
+            return self.loss.complete(StepClock())
+        finally:
+            self._graphs, self.loss.noise, self.strategy.noise = graphs, noise, noise
+
+    def discard(self) -> None:
+        """Discard the gradients of a trial."""
+        self.strategy.after_update(is_used=False)
+        self._clear_gradients()
+
     def new_clock(self) -> StepClock:
         """Start a clock that measures the phases of a step."""
         return DeviceClock(self._timer, synchronizes=not self.lag_steps) if self._timer else StepClock()
@@ -177,10 +200,13 @@ class TorchReplica(ReplicaBase):
         """Begin a step: set training mode, and clear gradients."""
         if not (self.is_training and self.forward_model.training):
             self._begin_training()
-        for parameter in self._with_gradients():
-            parameter.grad = None
+        self._clear_gradients()
         for part in self._parts:
             part.begin(step)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._with_gradients():
+            parameter.grad = None
 
     def _with_gradients(self) -> list[torch.nn.Parameter]:
         return [*(p for group in self.optimizer.param_groups for p in group["params"]), *self._not_optimized]

@@ -112,7 +112,7 @@ class AllreduceStrategy(Strategy):
         self._ranks = ranks
         self._name = name
         self._codec = codec
-        self.capabilities = Capabilities(rank_state_kind=type(codec).__name__)
+        self.capabilities = Capabilities(rank_state_kind=type(codec).__name__, sums_gradients=codec.is_exact)
         self._bucket_size_bytes = bucket_size_bytes
         self._rank_state = RankState(codec.rules)
         self.layout_version = -1

@@ -76,6 +76,7 @@ class Capabilities:
         owns_update: The strategy clips and updates; the optimizer's ``step`` is not called.
         owns_schedule: The strategy runs the passes of a step, and computes the metrics of a batch.
         meta_model: ``wrap`` accepts a model on the meta device, and loads its weights from a file.
+        sums_gradients: The gradient is the sum over ranks, without compression: that of the joint batch.
         sums: The loss may be a sum and a count: ``divide_gradients`` is called with the total count.
         unused_have_zeros: The gradient of a parameter that no rank uses is zero instead of None.
         num_loss_copies: If ``owns_schedule``: how many ranks add the same count; the sum is divided by it.
@@ -91,6 +92,7 @@ class Capabilities:
     owns_update: bool = False
     owns_schedule: bool = False
     meta_model: bool = False
+    sums_gradients: bool = False
     sums: bool = True
     unused_have_zeros: bool = False
     num_loss_copies: int = 1

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.strategies.base import Capabilities
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 
 
@@ -25,6 +26,7 @@ class Ddp(TorchDistributed):
     """
 
     measures_parts = True
+    capabilities = Capabilities(collective_passes=True, sums_gradients=True)
 
     def __init__(
         self,

@@ -61,7 +61,9 @@ class Fsdp(TorchDistributed):
     consecutive ranks shard the model, and the groups are replicas (HSDP).
     """
 
-    capabilities = Capabilities(collective_passes=True, sharded=True, whole_weights=False, meta_model=True)
+    capabilities = Capabilities(
+        collective_passes=True, sharded=True, whole_weights=False, meta_model=True, sums_gradients=True
+    )
 
     def __init__(
         self,

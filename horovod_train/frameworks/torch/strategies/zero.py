@@ -70,7 +70,7 @@ class Zero(Strategy):
     The job's ``allreduce`` section defines the bucket size.
     """
 
-    capabilities = Capabilities(sharded=True)
+    capabilities = Capabilities(sharded=True, sums_gradients=True)
     measures_parts = True
 
     def __init__(self, mesh: Mesh, job: Job, *, stage: int = 2) -> None:

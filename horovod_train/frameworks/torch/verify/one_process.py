@@ -1,0 +1,373 @@
+"""Compare the gradient of several ranks with that of one process on the joint batch.
+
+The reference of a job on n ranks is one process with all samples of a step. A sum of the ranks' gradients
+differs from its gradient if the loss is not a mean over samples: if it compares samples with each other
+(in-batch negatives), normalizes by statistics of the batch, or divides by a number of tokens. To see this,
+the replica makes two steps of the same few samples whose gradients are discarded:
+
+    parts   half of the ranks have the first half of the samples, the others the second half
+    joint   each rank has all of them
+
+All passes run as in training, except that random numbers are constants. After each step, weights, buffers,
+random generators and the state in Python are as before. Weights that a pass has written are compared, too.
+Of a gradient, only a random projection is kept, whose length is that of the gradient within about 5 %
+(Johnson and Lindenstrauss, 1984): a copy would need memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_train.collectives.base import Communicator, allgather_json, any_rank
+from horovod_train.config.schema import Job
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import MicroBatch, StepShare
+from horovod_train.errors import UserError, result_of
+from horovod_train.frameworks.torch.comm.exchange import wide_type
+from horovod_train.frameworks.torch.comm.sync_batch_norm import SyncBatchNormMixin
+from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
+from horovod_train.frameworks.torch.verify.untouched import Untouched, same_modules
+from horovod_train.frameworks.torch.verify.verification import (
+    GPU_LIMIT,
+    GRADIENT_LIMITS,
+    LOOSEST,
+    NUM_ROUNDINGS,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_PER_PART = 4
+"""Largest number of samples of a part."""
+CHANGE = "the change in forward of "
+NUM_COMPONENTS = 256
+"""Length of the projection of a gradient."""
+_CHUNK = 2**16
+"""Length of the sequence of signs, which is repeated; a multiple of ``NUM_COMPONENTS``."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Loss and gradient of a step.
+
+    Attributes:
+        losses: Loss of each rank's samples.
+        loss: Loss of the step.
+        projected: Of this rank's part of each gradient and of each written weight, its projection, shape
+            [``NUM_COMPONENTS``], and its sum of squares; by name.
+    """
+
+    losses: Sequence[float]
+    loss: float
+    projected: Mapping[str, tuple[torch.Tensor, float]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What differs, and whether the job is refused.
+
+    Attributes:
+        text: What was found.
+        hint: What the user can do.
+        is_refused: The product can train the model as one process does, if the user follows the hint.
+    """
+
+    text: str
+    hint: str
+    is_refused: bool
+
+
+class OneProcess:
+    """Compares the gradient of the job with that of one process.
+
+    Args:
+        replica: The replica of this rank (a ``TorchReplica``).
+        reader: Reader of the training data.
+        world: All ranks; each reads other samples.
+        job: The job.
+    """
+
+    def __init__(self, replica: Any, reader: TorchReader, world: Communicator, job: Job) -> None:
+        self._replica, self._reader, self._world, self._seed = replica, reader, world, job.train.seed
+        self._refuses = job.health.one_process == "refuse"
+        self._batch_size, self._per_part = job.train.batch_size_per_rank, 0
+        self._unknown: set[str] = set()
+        self._is_over = world.size == 1
+
+    def compare(self, step: int, parts: Sequence[Sequence[int]]) -> None:
+        """Compare gradients after a step, and report a difference, once. Collective.
+
+        Args:
+            step: Number of the step.
+            parts: Numbers of the samples of two ranks in that step.
+
+        If the samples cannot be read or the task cannot be called with so few of them, a notice is logged,
+        and no more is compared.
+
+        Raises:
+            UserError: The product can train the model as one process does, and the job refuses others.
+        """
+        self._per_part = min(MAX_PER_PART, self._batch_size, *map(len, parts))
+        if self._is_over or not self._per_part:
+            return
+        numbers = [number for part in parts for number in part[: self._per_part]]
+        batches, problem = result_of(partial(self._read, numbers))
+        reasons = [*(f"{name} is an iterator" for name in self._replica.python_state.iterators())]
+        if problem is not None:
+            reasons.append(f"{type(problem).__name__}: {problem}")
+        if self._ends(reasons):
+            return
+        assert batches is not None
+        self._unknown.clear()
+        finding = self._finding(batches)
+        if finding is None:
+            return
+        self._is_over = True
+        text = f"step {step}: {finding.text}"
+        if finding.is_refused and self._refuses:
+            raise UserError(text, hint=f"{finding.hint}; health.one_process: warn only warns")
+        if self._world.rank == 0:
+            log.warning("%s. Hint: %s", text, finding.hint)
+
+    def _ends(self, reasons: Sequence[str]) -> bool:
+        """Return whether a rank has a reason to compare no more, which rank 0 logs. Collective."""
+        of_ranks = [reason for of_rank in allgather_json(self._world, list(reasons)) for reason in of_rank]
+        if of_ranks and self._world.rank == 0:
+            log.warning("gradients are not compared with those of one process: %s", of_ranks[0][:300])
+        self._is_over = self._is_over or bool(of_ranks)
+        return bool(of_ranks)
+
+    def _read(self, numbers: Sequence[int]) -> list[Any]:
+        """Return the batches of the first half, of the second half, and of all samples."""
+        half = len(numbers) // 2
+        return self._reader.batches_of(numbers, [slice(None, half), slice(half, None), slice(None)])
+
+    # -- what is compared
+
+    def _finding(self, batches: Sequence[Any]) -> Finding | None:
+        if self._ends(self._problems_of_forward(batches)):
+            return None
+        per_part = self._world.size // 2  # ranks; the last one of an odd number does not count
+        part = self._world.rank % 2
+        is_counted = self._world.rank < 2 * per_part
+        places = range(part * self._per_part, (part + 1) * self._per_part)
+
+        def parts(weight: float = 0.5) -> Gradient:
+            return self._gradient(batches[part], is_counted * (weight, 1 - weight)[part] / per_part, places)
+
+        def joint() -> Gradient:
+            return self._gradient(batches[2], 1 / self._world.size, range(2 * self._per_part))
+
+        of_parts, of_joint = parts(), joint()
+        difference = self._difference(of_parts, of_joint)
+        if difference is None:
+            return None
+        is_random = self._difference(of_parts, parts()) is not None
+        if any_rank(self._world, flag=is_random or bool(self._unknown)):
+            drawn = f": {', '.join(sorted(self._unknown))}" if self._unknown else ""
+            self._ends([f"they are random{drawn}"])
+            return None
+        return self._explained(difference, of_parts, of_joint, parts, joint)
+
+    def _explained(
+        self,
+        difference: str,
+        of_parts: Gradient,
+        of_joint: Gradient,
+        parts: Callable[..., Gradient],
+        joint: Callable[[], Gradient],
+    ) -> Finding:
+        """Return the reason for a difference between parts and joint batch. Collective."""
+        found = f"{difference}: one process on the joint batch would train other weights"
+        if difference.startswith(CHANGE):
+            return Finding(
+                f"{found}. The forward pass writes weights that depend on the samples of a rank",
+                "change weights in the task's after_update(model), or compute with a changed copy of them "
+                "(torch.nn.utils.parametrize)",
+                is_refused=True,
+            )
+        with self._statistics_fixed() as layers:
+            if layers and self._difference(parts(), joint()) is None:
+                return Finding(
+                    f"{found}. A layer normalizes over the samples of each rank: {layers[0]}",
+                    "set train.sync_batch_norm: true for the statistics of all ranks",
+                    is_refused=False,
+                )
+        first, second = of_parts.losses[:2]
+        if first != second:
+            weight = (of_joint.loss - second) / (first - second)
+            if 0 < weight < 1 and self._difference(parts(weight), of_joint) is None:
+                return Finding(
+                    f"{found}. The loss of a batch is a mean over something else than its samples, such as "
+                    f"tokens: of two parts with as many samples each, one has the weight {weight:.3g}",
+                    "let the task's loss return a sum and a count: (total, number of tokens)",
+                    is_refused=True,
+                )
+        if _is_close(of_parts.loss, of_joint.loss, self._limit()):
+            return Finding(
+                f"{found}, and the loss is equal. A hook or an autograd function changes gradients by the "
+                "samples that a rank has",
+                "let it act on each sample, or use a hook of the parameter (Tensor.register_hook), which "
+                "gets the gradient of the whole step",
+                is_refused=True,
+            )
+        return Finding(
+            f"{found}. The loss of a batch is not a mean over its samples: it may compare samples with each "
+            "other (in-batch negatives), or add them up",
+            "return a mean over samples, or a sum and a count; if the loss compares samples, ranks compare "
+            "only their own",
+            is_refused=False,
+        )
+
+    def _difference(self, found: Gradient, expected: Gradient) -> str | None:
+        """Return the largest difference of two gradients, in words; None: there is none. Collective."""
+        names = [str(name) for name in self._replica.strategy.numbering()]
+        names += [f"{CHANGE}{name}" for name, _ in self._replica.model.named_parameters()]
+        numbers = np.zeros((2, len(names)))
+        for place, name in enumerate(names):
+            if name in found.projected or name in expected.projected:
+                none = torch.zeros(NUM_COMPONENTS, dtype=torch.float64), 0.0
+                ours, theirs = found.projected.get(name, none), expected.projected.get(name, none)
+                numbers[0, place] = float((ours[0] - theirs[0]).square().sum())
+                numbers[1, place] = max(ours[1], theirs[1])
+        # Where a rank has the whole gradient, all sums are as many times larger, and their ratios are equal.
+        sums = np.array(self._world.allreduce_sum(numbers.reshape(-1).tolist())).reshape(2, -1)
+        if not np.isfinite(sums).all():
+            return None
+        num = 2 * self._per_part
+        rounding = NUM_ROUNDINGS * self._eps() * np.sqrt(sums[1].max(initial=0.0))
+        excess = np.sqrt(sums[0]) - np.maximum(self._limit() * np.sqrt(sums[1]), rounding)
+        worst = int(excess.argmax()) if len(excess) else 0
+        if not len(excess) or excess[worst] <= 0:
+            if _is_close(found.loss, expected.loss, max(self._limit(), 1e-6)):
+                return None
+            return (
+                f"the loss of {num} samples is {found.loss:.6g} on two ranks, and {expected.loss:.6g} on one"
+            )
+        relative = float(np.sqrt(sums[0, worst] / max(sums[1, worst], 1e-300)))
+        what = f"the gradient of {names[worst]}"
+        if names[worst].startswith(CHANGE):
+            what = names[worst]
+        return f"{what} differs by {relative:.1%} if {num} samples are split over ranks"
+
+    def _eps(self) -> float:
+        return max(torch.finfo(dtype).eps for dtype in self._dtypes())
+
+    def _limit(self) -> float:
+        limit = max(GRADIENT_LIMITS.get(dtype, LOOSEST) for dtype in self._dtypes())
+        return max(limit, GPU_LIMIT) if self._replica.device.type == "cuda" else limit
+
+    def _dtypes(self) -> set[torch.dtype]:
+        dtypes = {
+            p.dtype.to_real() for p in self._replica.model.parameters() if p.dtype.to_real().is_floating_point
+        }
+        return dtypes | ({torch.bfloat16} if self._replica.train.precision != "fp32" else {torch.float32})
+
+    # -- passes
+
+    def _problems_of_forward(self, batches: Sequence[Any]) -> list[str]:
+        """Return why the loss of a batch cannot be computed: before gradients, ranks do not wait."""
+        replica = self._replica
+        # PyTorch's wrappers expect a backward pass after a forward pass with gradients.
+        is_enabled = not replica.strategy.capabilities.collective_passes
+
+        def compute_loss(batch: Any) -> None:
+            with self._traceless(), torch.set_grad_enabled(is_enabled), replica.autocast():
+                replica.task.loss(replica.forward_model, batch)
+
+        problems = [result_of(partial(compute_loss, batch))[1] for batch in batches]
+        return [f"{type(each).__name__}: {each}" for each in problems if each is not None][:1]
+
+    def _gradient(self, batch: Any, share: float, places: range) -> Gradient:
+        """Return loss and gradient of a step of one batch on each rank. Collective."""
+        micro_batch = MicroBatch(places.start, places.stop, share)
+        step = PlannedStep(StepShare(0, 2 * self._per_part, (micro_batch,)), iter([batch]), is_last=True)
+        replica = self._replica
+        with self._traceless() as mode:
+            loss = float(replica.trial(step))
+            local = float(replica.loss.local) / (share or 1.0)
+            kept = {
+                name: projected(gradient)
+                for name, _, gradient in replica.strategy.local_gradients()
+                if gradient is not None
+            }
+            for name, parameter in replica.model.named_parameters():
+                if (change := mode.change_of(parameter)) is not None:
+                    kept[f"{CHANGE}{name}"] = projected(change)
+        replica.discard()
+        losses = [float(each) for each in allgather_json(self._world, local)]
+        return Gradient(losses, loss, kept)
+
+    @contextmanager
+    def _statistics_fixed(self) -> Iterator[list[str]]:
+        """Let layers that normalize over a batch use running statistics; yield their names."""
+        layers = {
+            name: module
+            for name, module in self._replica.model.named_modules()
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)  # noqa: SLF001
+            and not isinstance(module, SyncBatchNormMixin)
+            and module.training
+            and module.running_mean is not None
+        }
+        for module in layers.values():
+            module.training = False
+        try:
+            yield list(layers)
+        finally:
+            for module in layers.values():
+                module.training = True
+
+    @contextmanager
+    def _traceless(self) -> Iterator[Untouched]:
+        """Restore everything that passes change."""
+        model, state = self._replica.model, self._replica.python_state
+        random_state = rng_state()
+        mode = Untouched([*model.parameters(), *model.buffers(), *state.tensors()])
+        eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        try:
+            with state.restored() as lost, same_modules(model), eager, mode:
+                seed_generators(0, 0, 0)
+                yield mode
+        finally:
+            mode.restore()
+            load_rng_state(*random_state)
+            self._unknown |= mode.unknown
+        if lost:
+            log.warning("the comparison with one process has changed %s", ", ".join(lost[:3]))
+
+
+@torch.no_grad()
+def projected(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return a random projection of a gradient, shape [``NUM_COMPONENTS``], float64; and its sum of squares.
+
+    Elements are multiplied by random signs, and added up in as many groups as there are components ("count
+    sketch"; Charikar, Chen and Farach-Colton, 2002). The projection is linear in the gradient.
+    """
+    flat = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    flat = flat.reshape(-1)
+    signs = _signs(str(flat.device))
+    sums = torch.zeros(NUM_COMPONENTS, dtype=torch.float64, device=flat.device)
+    square = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for chunk in torch.split(flat, _CHUNK):
+        wide = chunk.to(wide_type(chunk.dtype)).double()
+        square += wide.square().sum()
+        padded = torch.nn.functional.pad(wide * signs[: len(wide)], (0, -len(wide) % NUM_COMPONENTS))
+        sums += padded.view(-1, NUM_COMPONENTS).sum(0)
+    return sums.cpu(), float(square)
+
+
+def _signs(device: str) -> torch.Tensor:
+    generator = np.random.default_rng(0)
+    return torch.from_numpy(generator.integers(0, 2, _CHUNK) * 2.0 - 1).to(device)
+
+
+def _is_close(found: float, wanted: float, limit: float) -> bool:
+    return not (abs(found - wanted) > limit * max(abs(wanted), 1e-3))

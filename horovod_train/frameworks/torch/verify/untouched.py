@@ -1,0 +1,226 @@
+"""Passes that leave no trace: tensors that they change are restored, and random numbers are constants.
+
+One process and several ranks draw different numbers, so that their gradients can only be compared without
+randomness. Each operation that draws returns a value that every sample may have drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from horovod_train.frameworks.torch.comm.buckets import to_local
+from horovod_train.frameworks.torch.step.gradient_hooks import hooks_of
+
+UNDECLARED = {"running_mean", "running_var"}
+"""Arguments that operations write although their schemas do not say so: those of batch normalization."""
+FRACTION = 0.37
+"""The number that a uniform distribution over [0, 1) draws."""
+DEVIATIONS = 0.7
+"""The number that a normal distribution draws, in standard deviations from its mean."""
+
+
+HOOKS = tuple(
+    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict) and "hooks" in name
+)
+
+
+@contextmanager
+def same_modules(model: torch.nn.Module) -> Iterator[None]:
+    """Restore hooks of modules and parameters, modes, and what is trained, after the block."""
+    modules = list(model.modules())
+    parameters = list(model.parameters())
+    hooks = [
+        (found, dict(found))
+        for module in modules
+        for name in HOOKS
+        if (found := vars(module)[name]) is not None
+    ]
+    hooks += [(found, dict(found)) for p in parameters for found in hooks_of(p)]
+    modes = [module.training for module in modules]
+    are_trained = [p.requires_grad for p in parameters]
+    try:
+        yield
+    finally:
+        for found, before in hooks:
+            if found != before:
+                found.clear()
+                found.update(before)
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        for p, is_trained in zip(parameters, are_trained, strict=True):
+            if p.requires_grad != is_trained:
+                p.requires_grad_(is_trained)
+
+
+class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode in which tensors can be restored, and operations draw constants.
+
+    Args:
+        watched: Tensors that are restored.
+
+    Attributes:
+        unknown: Names of operations that drew random numbers, and for which no constant is known.
+    """
+
+    def __init__(self, watched: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unknown: set[str] = set()
+        self._whole = [(tensor, to_local(tensor.detach())) for tensor in watched if not tensor.is_meta]
+        self._places: dict[int, list[torch.Tensor]] = {}
+        for _, local in self._whole:
+            self._places.setdefault(_storage(local), []).append(local)
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Copy what an operation changes; replace random numbers by constants."""
+        named = dict(kwargs or {})
+        for tensor in _written(func, args, named):
+            self._remember(tensor)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._constant(func, args, named)
+        return func(*args, **named)
+
+    def _remember(self, tensor: torch.Tensor) -> None:
+        for local in self._places.get(_storage(to_local(tensor.detach())), ()):
+            if id(local) not in self._before:
+                self._before[id(local)] = local, local.clone()
+
+    @torch.no_grad()
+    def change_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return by what a watched tensor was changed, of its local part; None: it was not written."""
+        if tensor.is_meta:
+            return None
+        mine = to_local(tensor.detach())
+        for local, before in self._before.values():
+            if (local.data_ptr(), local.shape) == (mine.data_ptr(), mine.shape):
+                return local - before
+        return None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore all watched tensors, also those whose ``data`` was assigned."""
+        for tensor, local in self._whole:
+            if tensor.data_ptr() != local.data_ptr() and type(tensor.data) is type(local):
+                tensor.data = local
+        for local, before in self._before.values():
+            local.copy_(before)
+        self._before.clear()
+
+    def _constant(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        name = func._schema.name.partition("::")[2]  # noqa: SLF001
+        arguments = _arguments(func, args, named)
+        if "dropout_p" in arguments:  # of attention
+            return func(**{**arguments, "dropout_p": 0.0})
+        if name not in CONSTANTS:
+            self.unknown.add(name)
+            return func(*args, **named)
+        return CONSTANTS[name](func, arguments, args, named)
+
+
+def _storage(local: torch.Tensor) -> int:
+    return int(local.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def _written(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operation writes."""
+    for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        if not (is_write or argument.name in UNDECLARED):
+            continue
+        value = args[place] if place < len(args) else named.get(argument.name)
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, torch.Tensor):
+                yield each
+
+
+def _arguments(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation by name, with their defaults."""
+    found = {}
+    for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        default = argument.default_value if argument.has_default_value() else None
+        found[argument.name] = args[place] if place < len(args) else named.get(argument.name, default)
+    return found
+
+
+Constant = Callable[[Any, Mapping[str, Any], tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+def _filled(value: Callable[[Mapping[str, Any]], Any]) -> Constant:
+    """Return a constant for an operation that makes or fills a tensor: its result is overwritten."""
+
+    def constant(
+        func: Any, arguments: Mapping[str, Any], args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> Any:
+        made = func(*args, **named)
+        filling = value(arguments)
+        return made.copy_(filling) if isinstance(filling, torch.Tensor) else made.fill_(filling)
+
+    return constant
+
+
+def _between(arguments: Mapping[str, Any]) -> float:
+    low, high = arguments.get("from") or 0.0, arguments.get("to")
+    return float(low + FRACTION * ((1.0 if high is None else high) - low))
+
+
+def _integer(arguments: Mapping[str, Any]) -> int:
+    low = arguments.get("low", arguments.get("from")) or 0
+    high = arguments.get("high", arguments.get("to"))
+    return int(low + FRACTION * ((2**24 if high is None else high) - low))
+
+
+def _normal(arguments: Mapping[str, Any]) -> Any:
+    mean, std = arguments.get("mean", 0.0), arguments.get("std", 1.0)
+    return (0.0 if mean is None else mean) + DEVIATIONS * (1.0 if std is None else std)
+
+
+def _bernoulli(arguments: Mapping[str, Any]) -> Any:
+    p = arguments.get("p")
+    p = arguments.get("self") if p is None else p
+    return (p > FRACTION).to(p.dtype) if isinstance(p, torch.Tensor) else float((p or 0.0) > FRACTION)
+
+
+def _dropout(_: Any, arguments: Mapping[str, Any], *__: object) -> Any:
+    """Keep all elements, with the factor with which ``native_dropout_backward`` multiplies gradients."""
+    value, p = arguments["input"], arguments["p"]
+    is_training = arguments.get("train") is not False
+    factor = 1 / (1 - p) if is_training and p < 1 else 1.0
+    return value * factor, torch.ones_like(value, dtype=torch.bool)
+
+
+def _permutation(
+    func: Any, arguments: Mapping[str, Any], args: tuple[Any, ...], named: Mapping[str, Any]
+) -> Any:
+    made = func(*args, **named)
+    return made.copy_(torch.arange(arguments["n"], device=made.device))
+
+
+def _multinomial(
+    func: Any, arguments: Mapping[str, Any], args: tuple[Any, ...], named: Mapping[str, Any]
+) -> Any:
+    made, weights = func(*args, **named), arguments["self"]
+    if arguments.get("replacement"):
+        return made.copy_(weights.argmax(-1, keepdim=True).expand_as(made))
+    return made.copy_(weights.topk(arguments["num_samples"], -1).indices)
+
+
+UNIFORM, NORMAL, INTEGER = _filled(_between), _filled(_normal), _filled(_integer)
+CONSTANTS: Mapping[str, Constant] = {
+    **dict.fromkeys(("rand", "rand_like", "uniform_", "uniform"), UNIFORM),
+    **dict.fromkeys(("randn", "randn_like", "normal_", "normal", "normal_functional"), NORMAL),
+    **dict.fromkeys(("randint", "randint_like", "random_", "random"), INTEGER),
+    **dict.fromkeys(("bernoulli", "bernoulli_"), _filled(_bernoulli)),
+    **dict.fromkeys(("exponential_", "exponential"), _filled(lambda each: 0.46 / (each.get("lambd") or 1.0))),
+    "geometric_": _filled(lambda _: 1.0),
+    "poisson": _filled(lambda each: each["self"].round()),
+    "native_dropout": _dropout,
+    "randperm": _permutation,
+    "multinomial": _multinomial,
+}

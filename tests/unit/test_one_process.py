@@ -1,0 +1,125 @@
+"""The gradient of several ranks is compared with that of one process on the joint batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.torch_threads import on_torch_ranks, run_of
+
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.verify import one_process as module
+from horovod_train.frameworks.torch.verify.one_process import NUM_COMPONENTS, projected
+
+PARTS = [[3, 1, 8, 5], [9, 2, 30, 17]]
+
+
+@pytest.fixture(autouse=True)
+def shared_generators(monkeypatch, one_thread):
+    """Ranks are threads, which share the default generators: none restores what another one has seeded."""
+    monkeypatch.setattr(module, "rng_state", lambda: (None, {}))
+    monkeypatch.setattr(module, "load_rng_state", lambda *_: None)
+
+
+def compared(kind, size=2, act=lambda run: run.replica.one_process.compare(3, PARTS), **more):
+    """Compare on ranks that are threads; return the result of each rank."""
+    fields = {
+        "name": "j", "task": "programs.compared:Compared", "task_args": {"kind": kind},
+        "lr": {"base_lr": 0.1, "scaling": "none"}, **more,
+        "train": {"epochs": 1, "batch_size_per_rank": 8, "device": "cpu", **more.get("train", {})},
+    }  # fmt: skip
+
+    def rank(world):
+        _, run = run_of(world, fields)
+        return act(run)
+
+    return on_torch_ranks(size, rank)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("strategy", ["allreduce", "zero"])
+@pytest.mark.parametrize("kind", ["plain", "dropout", "tokens_counted", "counter"])
+def test_a_loss_that_is_a_mean_over_samples_has_the_gradient_of_one_process(kind, strategy, size, caplog):
+    assert compared(kind, size, strategy=strategy) == [None] * size
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero"])
+@pytest.mark.parametrize(
+    ("kind", "message", "hint"),
+    [
+        ("tokens", "a mean over something else than its samples, such as tokens", "return a sum and a count"),
+        ("hook", "and the loss is equal. A hook or an autograd function", "act on each sample"),
+        ("max_norm", "the change in forward of embedding.weight differs by", "after_update"),
+    ],
+)
+def test_what_the_job_can_do_right_is_refused_with_the_remedy(kind, message, hint, strategy):
+    errors = compared(kind, strategy=strategy)
+
+    assert [type(error) for error in errors] == [UserError] * 2
+    assert all(message in str(error) and hint in error.hint for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("negatives", "it may compare samples with each other"),
+        ("batch_norm", "A layer normalizes over the samples of each rank: norm"),
+    ],
+)
+def test_what_is_another_training_on_ranks_is_a_warning_once(kind, text, caplog):
+    def act(run):
+        for step in (1, 2):
+            run.replica.one_process.compare(step, PARTS)
+
+    assert compared(kind, act=act) == [None] * 2
+    assert caplog.text.count(text) == 1
+
+
+def test_the_remedies_of_messages_help(caplog):
+    assert compared("batch_norm", train={"sync_batch_norm": True}) == [None] * 2
+    assert compared("tokens_counted") == [None] * 2
+    assert not caplog.text
+
+
+def test_a_job_may_only_warn_of_everything(caplog):
+    assert compared("tokens", health={"one_process": "warn"}) == [None] * 2
+    assert "such as tokens" in caplog.text
+
+
+def test_a_task_that_cannot_be_called_with_few_samples_is_not_compared_and_told(caplog):
+    assert compared("too_few", 3) == [None] * 3
+    assert "not compared with those of one process: AssertionError: at least 9 samples" in caplog.text
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero"])
+@pytest.mark.parametrize("kind", ["plain", "batch_norm", "max_norm", "counter"])
+def test_a_comparison_leaves_no_trace(kind, strategy):
+    def act(run):
+        replica = run.replica
+        task, model = replica.task, replica.model
+        before = copy.deepcopy((model.state_dict(), task.seen, model.num_calls, model.training))
+        if kind != "max_norm" or run.world.rank == 0:
+            pass
+        try:
+            replica.one_process.compare(1, PARTS)
+        except UserError:
+            assert kind == "max_norm"
+        after = (model.state_dict(), task.seen, model.num_calls, model.training)
+        assert before[1:] == after[1:]
+        assert all(torch.equal(value, after[0][name]) for name, value in before[0].items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    assert compared(kind, act=act, strategy=strategy) == [None] * 2
+
+
+def test_the_projection_of_a_gradient_is_linear_and_has_its_length():
+    generator = torch.Generator().manual_seed(0)
+    one, two = (torch.randn(70_001, generator=generator) for _ in range(2))
+    (of_one, square), (of_two, _), (of_difference, _) = projected(one), projected(two), projected(one - two)
+
+    assert of_one.shape == (NUM_COMPONENTS,)
+    assert square == pytest.approx(float(one.double().square().sum()))
+    assert torch.allclose(of_one - of_two, of_difference, atol=1e-4)
+    assert float(of_difference.norm()) == pytest.approx(float((one - two).norm()), rel=0.2)
