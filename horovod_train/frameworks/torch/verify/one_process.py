@@ -100,6 +100,7 @@ class OneProcess:
         self._refuses = job.health.one_process == "refuse"
         self._batch_size, self._per_part = job.train.batch_size_per_rank, 0
         self._unknown: set[str] = set()
+        self._dtypes = {torch.float32}  # the least that is tolerated; and types that passes have used
         self._is_over = world.size == 1
 
     def compare(self, step: int, parts: Sequence[Sequence[int]]) -> None:
@@ -259,17 +260,11 @@ class OneProcess:
         return f"{what} differs by {relative:.1%} if {num} samples are split over ranks"
 
     def _eps(self) -> float:
-        return max(torch.finfo(dtype).eps for dtype in self._dtypes())
+        return max(torch.finfo(dtype).eps for dtype in self._dtypes)
 
     def _limit(self) -> float:
-        limit = max(GRADIENT_LIMITS.get(dtype, LOOSEST) for dtype in self._dtypes())
+        limit = max(GRADIENT_LIMITS.get(dtype, LOOSEST) for dtype in self._dtypes)
         return max(limit, GPU_LIMIT) if self._replica.device.type == "cuda" else limit
-
-    def _dtypes(self) -> set[torch.dtype]:
-        dtypes = {
-            p.dtype.to_real() for p in self._replica.model.parameters() if p.dtype.to_real().is_floating_point
-        }
-        return dtypes | ({torch.bfloat16} if self._replica.train.precision != "fp32" else {torch.float32})
 
     # -- passes
 
@@ -340,6 +335,7 @@ class OneProcess:
             mode.restore()
             load_rng_state(*random_state)
             self._unknown |= mode.unknown
+            self._dtypes |= mode.dtypes
         if lost:
             log.warning("the comparison with one process has changed %s", ", ".join(lost[:3]))
 

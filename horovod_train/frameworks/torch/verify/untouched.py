@@ -65,11 +65,13 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         unknown: Names of operations that drew random numbers, and for which no constant is known.
+        dtypes: Types of the floating-point numbers that operations read.
     """
 
     def __init__(self, watched: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.unknown: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
         self._whole = [(tensor, to_local(tensor.detach())) for tensor in watched if not tensor.is_meta]
         self._places: dict[int, list[torch.Tensor]] = {}
         for _, local in self._whole:
@@ -83,6 +85,8 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = dict(kwargs or {})
         for tensor in _written(func, args, named):
             self._remember(tensor)
+        floats = (each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point())
+        self.dtypes.update(floats)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._constant(func, args, named)
         return func(*args, **named)
