@@ -151,7 +151,7 @@ campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 
 # What has not passed for the longest time; tests/campaign.json says when that was.
 slice: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine mpis
-	@$(BIN)/python -m tests.campaign
+	@$(BIN)/python -m tests.campaign $(SLICE)
 
 # What is computed, in ranks and in threads. Each line of settings is a CPU that somebody has.
 NUMERIC := tests/unit/test_allreduce.py tests/unit/test_replica.py tests/unit/test_torch_together.py \

@@ -35,11 +35,11 @@ class Dialect:
 
 DIALECTS = {
     "gridengine": Dialect(
-        {"parallel_environment": "mpi"}, "-h", "state hqw", "-l h_rt=0:0:24", "-q nowhere.q",
+        {"parallel_environment": "mpi"}, "-h", "state hqw", "-l h_rt=0:1:0", "-q nowhere.q",
         'unknown queue "nowhere.q"', "Grid Engine",
     ),
     "pbs": Dialect(
-        {"ranks_per_node": 1}, "-h", "state H", "-l walltime=00:00:24", "-q nowhere", "Unknown queue", "PBS"
+        {"ranks_per_node": 1}, "-h", "state H", "-l walltime=00:01:00", "-q nowhere", "Unknown queue", "PBS"
     ),
 }  # fmt: skip
 STARTS = {"gridengine": gridengine_on, "pbs": pbs_on}
@@ -161,7 +161,7 @@ def test_a_job_whose_time_is_over_saves_goes_on_in_another_and_ends_as_if_undist
     checkpoint = {"every_epochs": None, "keep_last": 1}
     parts = {"train": train, "checkpoint": checkpoint, **TORCH}
     ask("run", job(called="undisturbed", **parts), "--set", "task_args.pause_s=0.0")
-    job_id = ask("submit", job(dialect.time_limit, **parts), "--set", "task_args.pause_s=0.25").stdout.strip()
+    job_id = ask("submit", job(dialect.time_limit, **parts), "--set", "task_args.pause_s=1.3").stdout.strip()
     first = json.loads(next((tmp_path / "state").rglob(f"{job_id}.json")).read_text())["native_id"]
     done = ask("wait", job_id, check=False)
     last = (tmp_path / "runs" / "slow" / job_id.removeprefix("slow-") / f"{name}-job-id").read_text().strip()

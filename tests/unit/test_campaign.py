@@ -75,3 +75,11 @@ def test_tests_that_are_gone_are_forgotten():
     record.update(["test_001"])
 
     assert list(record.tests) == ["test_001"]
+
+
+def test_ci_leaves_out_what_has_never_passed():
+    record = of(80)
+    passed = run(record)
+
+    assert record.slice(only_passed=True) == passed
+    assert not set(record.slice()) & set(passed)
