@@ -25,7 +25,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm import gradient_pipeline
-from horovod_train.frameworks.torch.state.elementwise import check_elementwise
+from horovod_train.frameworks.torch.state.elementwise import check_elementwise, check_separable
 from horovod_train.frameworks.torch.strategies import zero as zero_module
 from horovod_train.frameworks.torch.strategies.zero import Zero
 from horovod_train.health.desync import check_replicas_identical
@@ -253,6 +253,10 @@ class TestAnOptimizer:
 
         assert str(optimizer.state_dict()) == str(before)
         assert all(bool((weight == 1).all()) for weight in weights)
+        for _ in range(3):  # and its steps combine no elements
+            for weight in weights:
+                weight.grad = torch.full_like(weight, 0.1)
+            optimizer.step()
 
     @pytest.mark.parametrize("name", ["lars", "lamb"])
     def test_that_looks_at_whole_weights_is_refused(self, name):
@@ -261,11 +265,41 @@ class TestAnOptimizer:
         with pytest.raises(UserError, match="the optimizer L.* split: .*depends on others"):
             check_elementwise(make([nn.Parameter(torch.ones(2, 3))], lr=0.1), "zero")
 
+    @pytest.mark.parametrize(("check", "of"), [(check_elementwise, "mean"), (check_separable, "stack")])
+    def test_that_looks_at_whole_weights_late_is_refused_then(self, check, of):
+        weights = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(4))]
+        optimizer = LateLook(weights, lr=0.1)
+        check(optimizer, "zero")
+
+        def make_steps():
+            for _ in range(99):
+                optimizer.step()
+
+        make_steps()
+        with pytest.raises(UserError, match=rf"LateLook cannot be .*its step computes {of}"):
+            make_steps()
+
     def test_that_cannot_be_tried_is_refused(self):
         optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])
 
         with pytest.raises(UserError, match="LBFGS cannot be split: TypeError"):
             check_elementwise(optimizer, "zero")
+
+
+class LateLook(torch.optim.SGD):
+    """Compares the mean of all weights with a limit, from the hundredth step on."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        self.num_steps += 1
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        if self.num_steps >= 100:
+            assert torch.stack([weight.mean() for weight in weights]).max() < 1e9
 
 
 class Frozen(Task):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from horovod_train.errors import UserError, translated
 from horovod_train.frameworks.torch.state.optimizer import clone_optimizer
@@ -19,6 +20,16 @@ KNOWN = (
 """Optimizers of PyTorch that are elementwise: no trial is needed."""
 MATRIX_OPTIMIZERS = ("ScalableShampoo", "Shampoo", "SOAP", "GaLore", "Fira", "Muon")
 """Optimizers that use whole matrices only after many steps or with some settings, which a trial may miss."""
+REDUCTIONS = (
+    *("sum", "mean", "norm", "linalg_vector_norm", "_foreach_norm", "max", "min", "amax", "amin", "aminmax"),
+    *("std", "var", "var_mean", "std_mean", "median", "dot", "vdot", "mm", "mv", "addmm", "prod", "cumsum"),
+    *("sort", "topk", "argmax", "argmin"),
+)
+"""Operations that combine elements of a tensor."""
+JOINS = ("stack", "cat")
+"""Operations that combine several tensors."""
+_WATCHED_STEPS, _INTERVAL_STEPS = 32, 61
+"""The first steps are watched, and then one in so many: watching slows operations down."""
 _SHAPE = (6, 4)
 _CUTS = (0, 9, 24)  # boundaries of the slices of a flat weight of 24 elements, one slice per rank
 _LR = 0.05
@@ -38,9 +49,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
         optimizer: The optimizer. Its parameters and state are not changed.
         strategy: Name of the strategy, for error messages.
     """
-    _check_equivalent(
-        optimizer, strategy, "split", _pieces, "others of the same weight, which other ranks have"
-    )
+    on = "others of the same weight, which other ranks have"
+    _check_equivalent(optimizer, strategy, "split", _pieces, on)
+    _watch(optimizer, (*REDUCTIONS, *JOINS), lambda name: _refused(strategy, name, "split", on))
 
 
 @torch.no_grad()
@@ -49,9 +60,69 @@ def check_separable(optimizer: torch.optim.Optimizer, strategy: str) -> None:
 
     Other ranks update the other weights. The arguments are those of ``check_elementwise``.
     """
-    _check_equivalent(
-        optimizer, strategy, "spread over ranks", _halves, "other weights, which other ranks have"
-    )
+    on = "other weights, which other ranks have"
+    _check_equivalent(optimizer, strategy, "spread over ranks", _halves, on)
+    _watch(optimizer, JOINS, lambda name: _refused(strategy, name, "spread over ranks", on))
+
+
+def _watch(
+    optimizer: torch.optim.Optimizer, names: Collection[str], refusal: Callable[[str], UserError]
+) -> None:
+    """Let a step raise the refusal if it combines elements by one of the operations.
+
+    An optimizer may do so late, or only compare a norm with a limit that a trial does not reach.
+    """
+    if type(optimizer) in KNOWN:
+        return
+    operations = _Operations(names)
+    num_steps = 0
+
+    def before(*_: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps <= _WATCHED_STEPS or num_steps % _INTERVAL_STEPS == 0:
+            operations.__enter__()
+
+    def after(*_: object) -> None:
+        if operations.is_active:
+            operations.__exit__(None, None, None)
+        if operations.found:
+            error = refusal(type(optimizer).__name__)
+            raise UserError(f"{error.message} (its step computes {operations.found})", hint=error.hint)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records an operation of some names on floating-point tensors of several elements."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self.found = ""
+        self.is_active = False
+
+    def __enter__(self) -> Self:
+        self.is_active = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.is_active = False
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation."""
+        name = func._schema.name.partition("::")[2]  # noqa: SLF001
+        if name in self._names:
+            inputs = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
+            tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+            if any(each.is_floating_point() and (each.numel() > 1 or len(tensors) > 1) for each in tensors):
+                self.found = self.found or name
+        return func(*args, **(kwargs or {}))
 
 
 def _check_equivalent(
