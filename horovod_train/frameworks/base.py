@@ -356,7 +356,6 @@ class GradientComparison(Protocol):
 
     def compare(self, step: int, parts: Sequence[Sequence[int]]) -> None:
         """Compare on samples of two ranks in a step; raises ``UserError`` for a refused difference."""
-        ...
 
 
 @runtime_checkable

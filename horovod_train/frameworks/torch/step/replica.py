@@ -83,6 +83,8 @@ class TorchReplica(ReplicaBase):
         noise: Meter of the gradient noise scale, which the strategy has, too; None: it is not measured.
     """
 
+    one_process: GradientComparison | None = None
+
     def __init__(
         self,
         *,
@@ -138,7 +140,6 @@ class TorchReplica(ReplicaBase):
             self._parts.append(self.statistics)
         self._after_update: list[FollowsUpdates] = [averaged_buffers, self._task_after_update, self.averaged]
         self._on_host, self._on_device = self._make_updates()
-        self.one_process: GradientComparison | None = None
         self.is_training = False
         self._not_optimized: list[torch.nn.Parameter] = []
         self._graphs: StepGraphs | None = None
