@@ -351,20 +351,6 @@ class HasPythonState(Protocol):
     python_state: PythonStateOfRank | None
 
 
-class GradientComparison(Protocol):
-    """Compares the gradient of all ranks with that of one process (``torch/verify/one_process.py``)."""
-
-    def compare(self, step: int, parts: Sequence[Sequence[int]]) -> None:
-        """Compare on samples of two ranks in a step; raises ``UserError`` for a refused difference."""
-
-
-@runtime_checkable
-class ComparesGradients(Protocol):
-    """A replica whose gradients may be compared with those of one process."""
-
-    one_process: GradientComparison | None
-
-
 @runtime_checkable
 class HasDevice(Protocol):
     """A framework that reports its device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from horovod_train.data.shard import StepShare, epoch_order, split_evenly
-from horovod_train.frameworks.base import ComparesGradients
+from horovod_train.frameworks.comparison import ComparesGradients
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run

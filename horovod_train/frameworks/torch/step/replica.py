@@ -14,7 +14,8 @@ from horovod_train.config.schema import Ema, Health, Train
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
-from horovod_train.frameworks.base import GradientComparison, StepClock
+from horovod_train.frameworks.base import StepClock
+from horovod_train.frameworks.comparison import GradientComparison
 from horovod_train.frameworks.torch.sizes.flops import FlopCounter
 from horovod_train.frameworks.torch.state.local_model import ReplicaBase
 from horovod_train.frameworks.torch.state.optimizer import ScheduledArguments, set_rates
