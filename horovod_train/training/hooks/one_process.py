@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
 from horovod_train.data.shard import StepShare, epoch_order, split_evenly
-from horovod_train.frameworks.comparison import ComparesGradients
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
 MAX_INTERVAL_STEPS = 1000
 """Largest number of steps between two comparisons."""
+
+
+class GradientComparison(Protocol):
+    """Compares gradients (``torch/verify/one_process.py``)."""
+
+    def compare(self, step: int, parts: Sequence[Sequence[int]]) -> None:
+        """Compare on samples of two ranks in a step; raises ``UserError`` for a refused difference."""
+
+
+@runtime_checkable
+class ComparesGradients(Protocol):
+    """A replica whose gradients may be compared with those of one process."""
+
+    one_process: GradientComparison | None
 
 
 class CompareWithOneProcess(Hook):

@@ -15,7 +15,6 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import StepClock
-from horovod_train.frameworks.comparison import GradientComparison
 from horovod_train.frameworks.torch.sizes.flops import FlopCounter
 from horovod_train.frameworks.torch.state.local_model import ReplicaBase
 from horovod_train.frameworks.torch.state.optimizer import ScheduledArguments, set_rates
@@ -84,7 +83,7 @@ class TorchReplica(ReplicaBase):
         noise: Meter of the gradient noise scale, which the strategy has, too; None: it is not measured.
     """
 
-    one_process: GradientComparison | None = None
+    one_process: object | None = None
 
     def __init__(
         self,
