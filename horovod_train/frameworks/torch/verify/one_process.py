@@ -146,14 +146,14 @@ class OneProcess:
         self._is_over = self._is_over or bool(of_ranks)
         return bool(of_ranks)
 
-    def _read(self, numbers: Sequence[int]) -> list[Any]:
+    def _read(self, numbers: Sequence[int]) -> list[object]:
         """Return the batches of the first half, of the second half, and of all samples."""
         half = len(numbers) // 2
         return self._reader.batches_of(numbers, [slice(None, half), slice(half, None), slice(None)])
 
     # -- what is compared
 
-    def _finding(self, batches: Sequence[Any]) -> Finding | None:
+    def _finding(self, batches: Sequence[object]) -> Finding | None:
         if self._ends(self._problems_of_forward(batches)):
             return None
         per_part = self._world.size // 2  # ranks; the last one of an odd number does not count
@@ -268,20 +268,20 @@ class OneProcess:
 
     # -- passes
 
-    def _problems_of_forward(self, batches: Sequence[Any]) -> list[str]:
+    def _problems_of_forward(self, batches: Sequence[object]) -> list[str]:
         """Return why the loss of a batch cannot be computed: before gradients, ranks do not wait."""
         replica = self._replica
         # PyTorch's wrappers expect a backward pass after a forward pass with gradients.
         is_enabled = not replica.strategy.capabilities.collective_passes
 
-        def compute_loss(batch: Any) -> None:
+        def compute_loss(batch: object) -> None:
             with self._traceless(), torch.set_grad_enabled(is_enabled), replica.autocast():
                 replica.task.loss(replica.forward_model, batch)
 
         problems = [result_of(partial(compute_loss, batch))[1] for batch in batches]
         return [f"{type(each).__name__}: {each}" for each in problems if each is not None][:1]
 
-    def _gradient(self, batch: Any, share: float, places: range) -> Gradient:
+    def _gradient(self, batch: object, share: float, places: range) -> Gradient:
         """Return loss and gradient of a step of one batch on each rank. Collective."""
         micro_batch = MicroBatch(places.start, places.stop, share)
         step = PlannedStep(StepShare(0, 2 * self._per_part, (micro_batch,)), iter([batch]), is_last=True)
