@@ -199,19 +199,11 @@ class PythonState:
         for each, data in zip(generators, before, strict=True):
             decoded(data, each)
 
-    def iterators(self) -> list[str]:
-        """Return the names of iterators of the task, whose position cannot be restored."""
-        return [
-            member.name
-            for _, member in _members(self._walk_of_code())
-            if member.kind == "opaque" and hasattr(type(member.value), "__next__")
-        ]
-
-    def tensors(self) -> list[Any]:
-        """Return the tensors that ``restored`` leaves to others."""
-        return [
-            m.value for _, m in _members(self._walk_of_code()) if m.kind == "plain" and is_tensor(m.value)
-        ]
+    def not_restored_values(self) -> tuple[list[Any], list[str]]:
+        """Return tensors, and names of iterators, of the task and models: ``restored`` leaves them."""
+        members = [member for _, member in _members(self._walk_of_code())]
+        tensors = [each.value for each in members if each.kind == "plain" and is_tensor(each.value)]
+        return tensors, [each.name for each in members if _is_iterator(each)]
 
     @contextmanager
     def restored(self) -> Iterator[list[str]]:
@@ -330,6 +322,10 @@ def _is_exchanged(
     return False
 
 
+def _is_iterator(member: Member) -> bool:
+    return member.kind == "opaque" and hasattr(type(member.value), "__next__")
+
+
 def _shared(changed: Mapping[Place, Member]) -> dict[Place, Member]:
     return {place: each for place, each in changed.items() if each.is_shared}
 
@@ -349,7 +345,7 @@ def _changes(
         if "scratch" in (member.kind, "" if before is None else before.kind):
             continue
         is_same = before is not None and (before.kind, before.mark) == (member.kind, member.mark)
-        if member.kind == "opaque" and hasattr(type(member.value), "__next__"):
+        if _is_iterator(member):
             reasons[member.name] = f"a {type(member.value).__name__}"
         elif is_same:
             continue

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -96,12 +96,13 @@ class OneProcess:
     """
 
     def __init__(self, replica: Any, reader: TorchReader, world: Communicator, job: Job) -> None:
-        self._replica, self._reader, self._world, self._seed = replica, reader, world, job.train.seed
+        self._replica, self._reader, self._world = replica, reader, world
         self._refuses = job.health.one_process == "refuse"
         self._batch_size, self._per_part = job.train.batch_size_per_rank, 0
         self._unknown: set[str] = set()
         self._dtypes = {torch.float32}  # the least that is tolerated; and types that passes have used
-        self._is_over = world.size == 1
+        self._of_task: list[Any] = []
+        self._is_over = False
 
     def compare(self, step: int, parts: Sequence[Sequence[int]]) -> None:
         """Compare gradients after a step, and report a difference, once. Collective.
@@ -121,7 +122,8 @@ class OneProcess:
             return
         numbers = [number for part in parts for number in part[: self._per_part]]
         batches, problem = result_of(partial(self._read, numbers))
-        reasons = [*(f"{name} is an iterator" for name in self._replica.python_state.iterators())]
+        self._of_task, iterators = self._replica.python_state.not_restored_values()
+        reasons = [f"{name} is an iterator" for name in iterators]
         if problem is not None:
             reasons.append(f"{type(problem).__name__}: {problem}")
         if self._ends(reasons):
@@ -242,7 +244,7 @@ class OneProcess:
         # Where a rank has the whole gradient, all sums are as many times larger, and their ratios are equal.
         sums = np.array(self._world.allreduce_sum(numbers.reshape(-1).tolist())).reshape(2, -1)
         if not np.isfinite(sums).all():
-            return None
+            return None  # the loss has diverged, which the job reports itself
         num = 2 * self._per_part
         rounding = NUM_ROUNDINGS * self._eps() * np.sqrt(sums[1].max(initial=0.0))
         excess = np.sqrt(sums[0]) - np.maximum(self._limit() * np.sqrt(sums[1]), rounding)
@@ -254,10 +256,8 @@ class OneProcess:
                 f"the loss of {num} samples is {found.loss:.6g} on two ranks, and {expected.loss:.6g} on one"
             )
         relative = float(np.sqrt(sums[0, worst] / max(sums[1, worst], 1e-300)))
-        what = f"the gradient of {names[worst]}"
-        if names[worst].startswith(CHANGE):
-            what = names[worst]
-        return f"{what} differs by {relative:.1%} if {num} samples are split over ranks"
+        what = "" if names[worst].startswith(CHANGE) else "the gradient of "
+        return f"{what}{names[worst]} differs by {relative:.1%} if {num} samples are split over ranks"
 
     def _eps(self) -> float:
         return max(torch.finfo(dtype).eps for dtype in self._dtypes)
@@ -325,7 +325,7 @@ class OneProcess:
         """Restore everything that passes change."""
         model, state = self._replica.model, self._replica.python_state
         random_state = rng_state()
-        mode = Untouched([*model.parameters(), *model.buffers(), *state.tensors()])
+        mode = Untouched([*model.parameters(), *model.buffers(), *self._of_task])
         eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
         try:
             with state.restored() as lost, same_modules(model), eager, mode:
@@ -349,7 +349,7 @@ def projected(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
     """
     flat = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
     flat = flat.reshape(-1)
-    signs = _signs(str(flat.device))
+    signs = _signs(flat.device)
     sums = torch.zeros(NUM_COMPONENTS, dtype=torch.float64, device=flat.device)
     square = torch.zeros((), dtype=torch.float64, device=flat.device)
     for chunk in torch.split(flat, _CHUNK):
@@ -360,7 +360,8 @@ def projected(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
     return sums.cpu(), float(square)
 
 
-def _signs(device: str) -> torch.Tensor:
+@cache
+def _signs(device: torch.device) -> torch.Tensor:
     generator = np.random.default_rng(0)
     return torch.from_numpy(generator.integers(0, 2, _CHUNK) * 2.0 - 1).to(device)
 

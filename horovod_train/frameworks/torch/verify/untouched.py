@@ -6,7 +6,7 @@ randomness. Each operation that draws returns a value that every sample may have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +22,10 @@ FRACTION = 0.37
 """The number that a uniform distribution over [0, 1) draws."""
 DEVIATIONS = 0.7
 """The number that a normal distribution draws, in standard deviations from its mean."""
-
-
 HOOKS = tuple(
     name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict) and "hooks" in name
 )
+"""Attributes of a module that contain hooks."""
 
 
 @contextmanager
@@ -118,21 +117,26 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before.clear()
 
     def _constant(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        name = func._schema.name.partition("::")[2]  # noqa: SLF001
-        arguments = _arguments(func, args, named)
+        arguments = Arguments.of(func, args, named)
         if "dropout_p" in arguments:  # of attention
             return func(**{**arguments, "dropout_p": 0.0})
-        if name not in CONSTANTS:
-            self.unknown.add(name)
+        constant = CONSTANTS.get(name_of(func))
+        if constant is None:
+            self.unknown.add(name_of(func))
             return func(*args, **named)
-        return CONSTANTS[name](func, arguments, args, named)
+        return constant(lambda: func(*args, **named), arguments)
+
+
+def name_of(func: Any) -> str:
+    """Return the name of an operation that a dispatch mode sees, such as ``sum``."""
+    return str(func._schema.name.partition("::")[2])  # noqa: SLF001
 
 
 def _storage(local: torch.Tensor) -> int:
     return int(local.untyped_storage()._cdata)  # noqa: SLF001
 
 
-def _written(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def _written(func: Any, args: Sequence[object], named: Mapping[str, object]) -> Iterator[torch.Tensor]:
     """Yield the tensors that an operation writes."""
     for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001
         is_write = argument.alias_info is not None and argument.alias_info.is_write
@@ -144,54 +148,57 @@ def _written(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Iter
                 yield each
 
 
-def _arguments(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by name, with their defaults."""
-    found = {}
-    for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-        default = argument.default_value if argument.has_default_value() else None
-        found[argument.name] = args[place] if place < len(args) else named.get(argument.name, default)
-    return found
+class Arguments(dict[str, Any]):
+    """The arguments of an operation by name, with their defaults."""
+
+    @classmethod
+    def of(cls, func: Any, args: Sequence[object], named: Mapping[str, object]) -> Arguments:
+        """Return the arguments of a call."""
+        found = cls()
+        for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+            default = argument.default_value if argument.has_default_value() else None
+            found[argument.name] = args[place] if place < len(args) else named.get(argument.name, default)
+        return found
 
 
-Constant = Callable[[Any, Mapping[str, Any], tuple[Any, ...], Mapping[str, Any]], Any]
+Draw = Callable[[], torch.Tensor]
+Constant = Callable[[Draw, Arguments], object]
+"""Returns the constant of an operation, given a function that calls it and its arguments."""
 
 
-def _filled(value: Callable[[Mapping[str, Any]], Any]) -> Constant:
+def _filled(value: Callable[[Arguments], object]) -> Constant:
     """Return a constant for an operation that makes or fills a tensor: its result is overwritten."""
 
-    def constant(
-        func: Any, arguments: Mapping[str, Any], args: tuple[Any, ...], named: Mapping[str, Any]
-    ) -> Any:
-        made = func(*args, **named)
-        filling = value(arguments)
-        return made.copy_(filling) if isinstance(filling, torch.Tensor) else made.fill_(filling)
+    def constant(draw: Draw, arguments: Arguments) -> torch.Tensor:
+        made, filling = draw(), value(arguments)
+        return made.copy_(torch.as_tensor(filling))
 
     return constant
 
 
-def _between(arguments: Mapping[str, Any]) -> float:
+def _between(arguments: Arguments) -> float:
     low, high = arguments.get("from") or 0.0, arguments.get("to")
     return float(low + FRACTION * ((1.0 if high is None else high) - low))
 
 
-def _integer(arguments: Mapping[str, Any]) -> int:
+def _integer(arguments: Arguments) -> int:
     low = arguments.get("low", arguments.get("from")) or 0
     high = arguments.get("high", arguments.get("to"))
     return int(low + FRACTION * ((2**24 if high is None else high) - low))
 
 
-def _normal(arguments: Mapping[str, Any]) -> Any:
+def _normal(arguments: Arguments) -> object:
     mean, std = arguments.get("mean", 0.0), arguments.get("std", 1.0)
     return (0.0 if mean is None else mean) + DEVIATIONS * (1.0 if std is None else std)
 
 
-def _bernoulli(arguments: Mapping[str, Any]) -> Any:
+def _bernoulli(arguments: Arguments) -> object:
     p = arguments.get("p")
     p = arguments.get("self") if p is None else p
     return (p > FRACTION).to(p.dtype) if isinstance(p, torch.Tensor) else float((p or 0.0) > FRACTION)
 
 
-def _dropout(_: Any, arguments: Mapping[str, Any], *__: object) -> Any:
+def _dropout(_: Draw, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep all elements, with the factor with which ``native_dropout_backward`` multiplies gradients."""
     value, p = arguments["input"], arguments["p"]
     is_training = arguments.get("train") is not False
@@ -199,17 +206,13 @@ def _dropout(_: Any, arguments: Mapping[str, Any], *__: object) -> Any:
     return value * factor, torch.ones_like(value, dtype=torch.bool)
 
 
-def _permutation(
-    func: Any, arguments: Mapping[str, Any], args: tuple[Any, ...], named: Mapping[str, Any]
-) -> Any:
-    made = func(*args, **named)
+def _permutation(draw: Draw, arguments: Arguments) -> torch.Tensor:
+    made = draw()
     return made.copy_(torch.arange(arguments["n"], device=made.device))
 
 
-def _multinomial(
-    func: Any, arguments: Mapping[str, Any], args: tuple[Any, ...], named: Mapping[str, Any]
-) -> Any:
-    made, weights = func(*args, **named), arguments["self"]
+def _multinomial(draw: Draw, arguments: Arguments) -> torch.Tensor:
+    made, weights = draw(), arguments["self"]
     if arguments.get("replacement"):
         return made.copy_(weights.argmax(-1, keepdim=True).expand_as(made))
     return made.copy_(weights.topk(arguments["num_samples"], -1).indices)
