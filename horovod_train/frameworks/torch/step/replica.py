@@ -177,21 +177,21 @@ class TorchReplica(ReplicaBase):
         Returns:
             The loss over all ranks, shape []; gradients are those of the strategy.
         """
-        graphs, noise = self._graphs, self.noise
+        graphs, noise, parts = self._graphs, self.noise, self._parts
         self._graphs = self.loss.noise = self.strategy.noise = None
+        self._parts = [self.strategy, self.loss]
         try:
-            self._clear_gradients()
-            self.strategy.begin(step)
-            self.loss.begin(step)
+            self.begin(step)
             self.run_schedule(step, StepClock())
             return self.loss.complete(StepClock())
         finally:
-            self._graphs, self.loss.noise, self.strategy.noise = graphs, noise, noise
+            self._graphs, self.loss.noise, self.strategy.noise, self._parts = graphs, noise, noise, parts
 
     def discard(self) -> None:
         """Discard the gradients of a trial."""
         self.strategy.after_update(is_used=False)
-        self._clear_gradients()
+        for parameter in self._with_gradients():
+            parameter.grad = None
 
     def new_clock(self) -> StepClock:
         """Start a clock that measures the phases of a step."""
@@ -201,13 +201,10 @@ class TorchReplica(ReplicaBase):
         """Begin a step: set training mode, and clear gradients."""
         if not (self.is_training and self.forward_model.training):
             self._begin_training()
-        self._clear_gradients()
-        for part in self._parts:
-            part.begin(step)
-
-    def _clear_gradients(self) -> None:
         for parameter in self._with_gradients():
             parameter.grad = None
+        for part in self._parts:
+            part.begin(step)
 
     def _with_gradients(self) -> list[torch.nn.Parameter]:
         return [*(p for group in self.optimizer.param_groups for p in group["params"]), *self._not_optimized]

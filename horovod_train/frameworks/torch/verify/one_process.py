@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -322,13 +322,12 @@ class OneProcess:
 
     @contextmanager
     def _traceless(self) -> Iterator[Untouched]:
-        """Restore everything that passes change."""
+        """Restore everything that passes change. In a dispatch mode, compiled functions run uncompiled."""
         model, state = self._replica.model, self._replica.python_state
         random_state = rng_state()
         mode = Untouched([*model.parameters(), *model.buffers(), *self._of_task])
-        eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
         try:
-            with state.restored() as lost, same_modules(model), eager, mode:
+            with state.restored() as lost, same_modules(model), mode:
                 seed_generators(0, 0, 0)
                 yield mode
         finally:
