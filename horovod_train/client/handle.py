@@ -12,9 +12,11 @@ from typing import Protocol
 from horovod_train.errors import HorovodTrainError, JobFailedError
 from horovod_train.events.file import Record
 from horovod_train.events.series import Series
+from horovod_train.events.thinning import places_to_keep
 from horovod_train.launch.base import JobStatus, State
 
 SPARK_WIDTH, SPARK_HEIGHT = 240, 48
+MAX_SPARK_POINTS = 500
 
 
 @dataclass(frozen=True)
@@ -196,11 +198,12 @@ class JobHandle:
 
     def _repr_html_(self) -> str:
         """Return state, progress and loss curve for a notebook."""
+        losses: list[tuple[int, float]] = []
         try:
             status = str(self.status())
+            losses = self.metrics().get("loss", [])
         except HorovodTrainError as error:
             status = f"unknown. {error.message}"
-        losses = self.metrics().get("loss", [])
         at = f"step {losses[-1][0]:,}, loss {losses[-1][1]:.4g}" if losses else "no step yet"
         return f"<p><b>{escape(self.id)}</b>: {escape(status)}<br>{at}</p>{_sparkline(losses)}"
 
@@ -211,10 +214,11 @@ def _sparkline(points: list[tuple[int, float]]) -> str:
     if len(finite) < 2:
         return ""
     steps, values = zip(*finite, strict=True)
-    width, height = (steps[-1] - steps[0]) or 1, (max(values) - min(values)) or 1.0
+    first, width, top = steps[0], (steps[-1] - steps[0]) or 1, max(values)
+    height = (top - min(values)) or 1.0
     path = " ".join(
-        f"{(step - steps[0]) / width * SPARK_WIDTH:.1f},{(max(values) - value) / height * SPARK_HEIGHT:.1f}"
-        for step, value in finite
+        f"{(steps[i] - first) / width * SPARK_WIDTH:.1f},{(top - values[i]) / height * SPARK_HEIGHT:.1f}"
+        for i in places_to_keep(steps, [{"loss": value} for value in values], MAX_SPARK_POINTS)
     )
     return (
         f'<svg width="{SPARK_WIDTH}" height="{SPARK_HEIGHT}" role="img" aria-label="loss">'

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 
 from horovod_train.client.handle import JobHandle, JobResult
 from horovod_train.client.tails import FileTail, OutputTail, Tail
-from horovod_train.config.load import job_from, load_job
+from horovod_train.config.load import job_from, load_job, plain_values
 from horovod_train.config.schema import Job
 from horovod_train.config.shipped import job_file
 from horovod_train.errors import ConfigError, Problem
@@ -159,11 +158,11 @@ def described(
     Raises:
         ConfigError: The job description is not valid; the error lists all problems.
     """
-    settings = {} if overrides is None else dict(overrides)
+    settings = plain_values(overrides or {})
     if isinstance(job, str | Path):
         return load_job(job_file(str(job)), settings=settings, origin=ORIGIN)
     try:
-        tree = job.model_dump(mode="json") if isinstance(job, Job) else deepcopy(dict(job))
+        tree = job.model_dump(mode="json") if isinstance(job, Job) else plain_values(job)
     except RecursionError:
         raise ConfigError("the job", [Problem("(the job)", "", "is nested too deeply")]) from None
     return job_from(tree, folder, "the job", environ={}, settings=settings, origin=ORIGIN)

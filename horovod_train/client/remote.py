@@ -9,7 +9,6 @@ import ssl
 import urllib.request
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -19,7 +18,7 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urlencode, urlsplit
 
 from horovod_train.client.handle import JobHandle, JobResult
-from horovod_train.config.load import read_tree
+from horovod_train.config.load import plain_values, read_tree
 from horovod_train.config.schema import Job
 from horovod_train.config.shipped import job_file
 from horovod_train.errors import (
@@ -39,6 +38,8 @@ TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (name of a variable)
 API = "/api/v1"
 PAUSE_S = 1.0
 LONG_POLL_S = 30.0
+MIN_RESPONSE_S, MAX_RESPONSE_S = 1.0, 60.0
+"""Time that a response may take; within these limits, what is left of ``patience_s``."""
 STREAM_TIMEOUT_S = 60.0
 """The server sends a comment at least every 15 s while a stream is open."""
 
@@ -84,9 +85,11 @@ class Client:
             raise UserError(
                 f"{url!r} is not the URL of a server", hint="expected, for example, https://login1:9301"
             )
-        token = token or os.environ.get(TOKEN_VARIABLE)
+        token = (token or os.environ.get(TOKEN_VARIABLE) or "").strip()
         if not token:
             raise UserError("no token is given", hint=f"pass token=..., or set {TOKEN_VARIABLE}")
+        if not token.isascii() or not token.isprintable():
+            raise UserError("the token contains characters that no token has", hint="read one line of its file")
         self._url = f"{parts.scheme}://{parts.netloc}{API}"
         self._headers = {"Authorization": f"Bearer {token}"}
         self._patience_s = patience_s
@@ -126,11 +129,11 @@ class Client:
             path = job_file(str(job))
             tree, folder = read_tree(path), path.parent
         else:
-            plain = job.model_dump(mode="json") if isinstance(job, Job) else deepcopy(dict(job))
+            plain = job.model_dump(mode="json") if isinstance(job, Job) else plain_values(job)
             tree, folder = plain, Path()
         body = {
             "job": tree,
-            "overrides": dict(overrides or {}),
+            "overrides": plain_values(overrides or {}),
             "files": {
                 name: _text_of(folder / name)
                 for name in _uploaded((overrides or {}).get("task", tree.get("task")), folder, files)
@@ -169,19 +172,36 @@ class Client:
         return JobHandle(RemoteJob(self, self.request("GET", f"/jobs/{quote(job_id, safe='')}")))
 
     def request(
-        self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        takes_s: float = 0.0,
     ) -> Json:
         """Send a request, repeatedly if the server does not respond, and return its JSON response.
+
+        Args:
+            method: Method of HTTP.
+            path: Path below that of the API.
+            body: Body, as JSON.
+            headers: Further headers.
+            takes_s: Time after which the server responds if nothing happens.
 
         Raises:
             UserError: The server rejects the request; also ConfigError, KeyUsedError and LaunchError.
             ServerError: The server does not respond.
         """
-        data = None if body is None else json.dumps(body).encode()
+        try:
+            data = None if body is None else json.dumps(body).encode()
+        except TypeError as error:
+            raise UserError(f"the request cannot be sent: {error}") from error
         deadline_s = monotonic() + self._patience_s
         while True:
             try:
-                with self._open(method, path, data, headers or {}, LONG_POLL_S * 2) as response:
+                left_s = min(MAX_RESPONSE_S, max(MIN_RESPONSE_S, deadline_s - monotonic()))
+                with self._open(method, path, data, headers or {}, takes_s + left_s) as response:
                     return cast("Json", json.loads(response.read()))
             except HTTPError as error:
                 if error.code not in RETRIED or monotonic() > deadline_s:
@@ -277,7 +297,7 @@ class RemoteJob:
         while True:
             left_s = max(0.0, min(LONG_POLL_S, deadline_s - monotonic()))
             try:
-                found = self.client.request("GET", f"{self._path}/wait?timeout_s={left_s:g}")
+                found = self.client.request("GET", f"{self._path}/wait?timeout_s={left_s:g}", takes_s=left_s)
             except LaunchError:  # as on the server's machine
                 if monotonic() - known_s > PATIENCE_S:
                     raise

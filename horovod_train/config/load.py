@@ -144,6 +144,23 @@ def changed(job: Job, settings: Mapping[str, object], source: str) -> Job:
     return job_from(job.model_dump(mode="json"), Path(), source, environ={}, settings=settings)
 
 
+def plain_values(given: Mapping[str, object]) -> Tree:
+    """Return a copy of values in Python, with those types that JSON has: NumPy's numbers are converted, too."""
+    return {name: _plain(value) for name, value in given.items()}
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Mapping):
+        return plain_values(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    if type(value).__module__ == "numpy" and (convert := getattr(value, "tolist", None)) is not None:
+        return convert()
+    return value
+
+
 def read_tree(path: Path) -> Tree:
     """Read a file into plain dictionaries, lists and scalars.
 

@@ -1,27 +1,30 @@
 """``events.jsonl``: the events of a run for programs, one per line, oldest first.
 
 Each line is a JSON object with ``time_unix_s``, ``rank`` (null: the launcher), ``kind``, and the fields of
-that kind (``types.py``). The size of the file is limited: before a line would exceed the limit, every second
-line of the most frequent kind (usually progress) is removed. This repeats until the file is half full.
+that kind (``types.py``). The size of the file is limited: before a line would exceed the limit, lines of the
+most frequent kind (usually progress) are thinned out (``thinning.py``) until the file is half full. Readers
+parse the whole file, so that the number of its lines is limited, too.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from time import time
 
 from horovod_train import __version__
-from horovod_train.events.types import KINDS, MAX_RANKS, Event, Notice, Opened
-from horovod_train.system.files import LogFile, write_atomic
+from horovod_train.events.thinning import places_to_keep
+from horovod_train.events.types import KINDS, MAX_RANKS, Event, Notice, Opened, Progress
+from horovod_train.system.files import LogFile, open_regular, read_regular, write_atomic
 
 EVENTS_FILE = "events.jsonl"
 FORMAT_VERSION = 1
 MAX_BYTES = 16 * 2**20
+MAX_LINES = 20_000
 MAX_UNIX_S = 1 << 40
 
 
@@ -52,6 +55,7 @@ class EventsFile:
         path: The file; events of earlier starts of the run are retained.
         on_loss: Called with a description of the problem when events are lost, once per problem.
         max_bytes: Upper limit of the size of the file.
+        max_lines: Upper limit of the number of its lines.
         clock: Function that returns seconds since 1970.
     """
 
@@ -60,14 +64,15 @@ class EventsFile:
         path: Path,
         on_loss: Callable[[str], None] = lambda _: None,
         max_bytes: int = MAX_BYTES,
+        max_lines: int = MAX_LINES,
         clock: Callable[[], float] = time,
     ) -> None:
         self._path = path
-        self._max_bytes = max_bytes
+        self._max_bytes, self._max_lines = max_bytes, max_lines
         self._clock = clock
         self._on_loss = on_loss
         self._log = LogFile(path, self._note_problem, self._describe_loss)
-        self._size_bytes = path.stat().st_size if path.exists() else 0
+        self._size_bytes, self._num_lines = _size_of(path)
         self._lock = Lock()
         self._problem = ""
         self._problems: set[str] = set()
@@ -76,9 +81,11 @@ class EventsFile:
         """Append an event; thread-safe."""
         line = self._as_line(event, rank)
         with self._lock:
-            if self._size_bytes + len(line) < self._max_bytes or self._make_room_for(line):
+            has_room = self._size_bytes + len(line) < self._max_bytes and self._num_lines < self._max_lines
+            if has_room or self._make_room_for(line):
                 self._log.write(line)
                 self._size_bytes += len(line) + 1
+                self._num_lines += 1
             problem, self._problem = self._problem, ""
         # Called without the lock because the callback may write an event.
         if problem and problem not in self._problems:
@@ -109,38 +116,76 @@ class EventsFile:
         try:
             # A damaged file may contain bytes that are not ASCII; they are retained, escaped.
             text = self._path.read_text(encoding="ascii", errors="backslashreplace")
-            lines = thinned(text.splitlines(), self._max_bytes // 2)
+            lines = thinned(text.splitlines(), self._max_bytes // 2, self._max_lines // 2)
             write_atomic(self._path, "".join(f"{line}\n" for line in lines))
         except OSError as error:
             self._problem = f"{self._path.name} is incomplete: {error.strerror}"
             return False
-        self._size_bytes = sum(len(line) + 1 for line in lines)
+        self._size_bytes, self._num_lines = sum(len(line) + 1 for line in lines), len(lines)
         return self._size_bytes <= self._max_bytes // 2
 
 
-def thinned(lines: list[str], max_bytes: int) -> list[str]:
-    """Remove every second line of the most frequent kind, repeatedly, until the lines fit into a size.
+@dataclass(frozen=True)
+class _Line:
+    """A line as a point of a curve: of a kind, at a position, with values by series."""
+
+    text: str
+    kind: str
+    position: float
+    values: Mapping[str, float | None]
+
+    @classmethod
+    def of(cls, text: str) -> _Line:
+        """Parse a line; one that is not an event has the kind ""."""
+        try:
+            fields = json.loads(text)
+            kind, position, values = fields["kind"], fields["time_unix_s"], dict[str, float | None]()
+            if kind == Progress.kind:
+                position = fields["step"]
+                series = {name: fields[name] for name in ("loss", "lr", "samples_per_s")} | fields["numbers"]
+                values = {name: None if value is None else float(value) for name, value in series.items()}
+            # The ranks of a large job are reported by several events.
+            return cls(text, f"{kind} {fields.get('first_rank', '')}", float(position), values)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return cls(text, "", 0.0, {})
+
+
+def thinned(texts: Sequence[str], max_bytes: int, max_lines: int = MAX_LINES) -> list[str]:
+    """Thin out lines of the most frequent kind to one half, repeatedly, until the lines are few enough.
 
     The first and last lines of a kind are retained as long as there are others of that kind.
     """
-    kinds = [_kind_of(line) for line in lines]
-    while sum(len(line) + 1 for line in lines) > max_bytes and lines:
-        most, _ = Counter(kinds).most_common(1)[0]
-        places = [place for place, kind in enumerate(kinds) if kind == most]
-        dropped = set(places[1:-1:2] or places[:1])
+    lines = [_Line.of(text) for text in texts]
+    while lines and (len(lines) > max_lines or sum(len(line.text) + 1 for line in lines) > max_bytes):
+        most, _ = Counter(line.kind for line in lines).most_common(1)[0]
+        places = [place for place, line in enumerate(lines) if line.kind == most]
+        kept = places[1:]
+        if len(places) > 2:
+            positions, values = [lines[i].position for i in places], [lines[i].values for i in places]
+            kept = [places[i] for i in places_to_keep(positions, values, max(2, len(places) // 2))]
+        dropped = set(places).difference(kept)
         lines = [line for place, line in enumerate(lines) if place not in dropped]
-        kinds = [kind for place, kind in enumerate(kinds) if place not in dropped]
-    return lines
+    return [line.text for line in lines]
+
+
+def _size_of(path: Path) -> tuple[int, int]:
+    """Return the number of bytes and of lines of a file; (0, 0): it does not exist."""
+    try:
+        with open_regular(path) as file:
+            sizes = [(len(block), block.count(b"\n")) for block in iter(lambda: file.read(2**20), b"")]
+    except OSError:
+        return 0, 0
+    return sum(size for size, _ in sizes), sum(lines for _, lines in sizes)
 
 
 def read_events(path: Path) -> Iterator[Record]:
     """Yield the events of a file, which may be written concurrently; skip events of unsupported kinds.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The file cannot be read, or is larger than an events file may be.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield from parsed_records(file)
+    text = read_regular(path, 2 * MAX_BYTES).decode(errors="replace")
+    yield from parsed_records(text.split("\n"))
 
 
 def parsed_records(lines: Iterable[str]) -> Iterator[Record]:
@@ -164,12 +209,3 @@ def as_record(line: str) -> Record:
     if not 0 <= time_unix_s < MAX_UNIX_S or not (rank is None or 0 <= rank < MAX_RANKS):
         raise ValueError("time or rank out of range")
     return Record(float(time_unix_s), rank, event)
-
-
-def _kind_of(line: str) -> str:
-    """Return the kind of a line, with the first rank of events that contain a range of ranks."""
-    try:
-        fields = json.loads(line)
-        return f"{fields['kind']} {fields.get('first_rank', '')}"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return ""

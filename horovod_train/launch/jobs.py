@@ -28,7 +28,7 @@ import psutil
 
 from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError, UserError, did_you_mean
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
-from horovod_train.system.files import create_atomic, state_dir, write_atomic
+from horovod_train.system.files import create_atomic, open_regular, read_regular, state_dir, write_atomic
 from horovod_train.system.pids import boot_id, is_alive, start_ticks
 from horovod_train.system.signals import exit_code_of
 from horovod_train.system.threads import background_thread
@@ -346,7 +346,7 @@ class StateFile:
             )
         try:
             if self._path.exists():
-                self._path.open("rb").close()
+                open_regular(self._path).close()
                 text = f"{self._path} is damaged; {LOG_FILE} in the same folder has the output"
                 return JobStatus("unknown", 1, text)
             if not self._path.parent.is_dir():
@@ -372,7 +372,7 @@ class StateFile:
     def _document(self) -> dict[str, Any] | None:
         """Return the content of the file; None if it is missing or invalid."""
         try:
-            document: dict[str, Any] = json.loads(self._path.read_bytes())
+            document: dict[str, Any] = json.loads(read_regular(self._path))
             fits = (
                 document["state"] in get_args(State)
                 and isinstance(document["exit_code"], int | None)

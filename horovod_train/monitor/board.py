@@ -34,6 +34,7 @@ from horovod_train.monitor.live import (
     window_between,
 )
 from horovod_train.monitor.runs import Run, Runs
+from horovod_train.system.files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +286,7 @@ def _access_of(run: Run) -> Access:
     """
     try:
         is_ours = all(map(_belongs_to_us, (run.log_dir, run.log_dir / "job.json")))
-        document = json.loads((run.log_dir / "job.json").read_bytes())
+        document = json.loads(read_regular(run.log_dir / "job.json"))
         return access_of(document, os.environ if is_ours else {})
     except (OSError, ValueError, AttributeError):
         return Access()

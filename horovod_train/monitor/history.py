@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
 from horovod_train.events.file import EVENTS_FILE, Record, parsed_records
+from horovod_train.events.thinning import places_to_keep
 from horovod_train.events.types import (
     Attempt,
     CheckpointWritten,
@@ -38,8 +39,9 @@ from horovod_train.system.files import open_regular
 
 Kind = TypeVar("Kind")
 
-MAX_POINTS = 2000
+MAX_POINTS = 4000
 MAX_READ_BYTES = 32 * 2**20
+"""Largest part of a file that is read at once; an events file is smaller."""
 MAX_EVENTS = 500
 # Events that are marked on a time axis.
 MARKED = frozenset({
@@ -64,6 +66,11 @@ class Point:
     samples_per_s: float | None
     numbers: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def values(self) -> dict[str, float | None]:
+        """Values by series."""
+        return {"loss": self.loss, "lr": self.lr, "samples_per_s": self.samples_per_s, **self.numbers}
+
 
 @dataclass
 class History:
@@ -75,7 +82,7 @@ class History:
         num_preemptions: Number of attempts that were preempted, with a checkpoint.
         hosts_lost: Lost hosts; a host that is lost several times is contained several times.
         targets: Metrics endpoints of the current attempt, by rank.
-        points: Progress over time, oldest first, thinned out to ``MAX_POINTS``.
+        points: Progress over time, oldest first, thinned out to half of ``MAX_POINTS`` when there are more.
         last: Last progress; None: no step was reported.
         num_steps: Last reported total number of steps; 0: unknown.
         num_epochs: Last reported total number of epochs; 0: unknown.
@@ -143,7 +150,9 @@ class History:
                 known = self.last.step if self.last is not None else 0
                 step = known if event.step is None else event.step
                 self.evaluations.append((time_unix_s, step, event.metrics))
-                self.evaluations = thinned(self.evaluations)
+                if len(self.evaluations) > MAX_POINTS:
+                    steps, values = [each[1] for each in self.evaluations], [each[2] for each in self.evaluations]
+                    self.evaluations = _kept(self.evaluations, steps, values)
             case CheckpointWritten():
                 self.checkpoint_error = event.error
                 if not event.error:
@@ -202,7 +211,9 @@ class History:
         """Add the current progress."""
         self.last = point
         self.points.append(point)
-        self.points = thinned(self.points)
+        if len(self.points) > MAX_POINTS:
+            steps, values = [each.step for each in self.points], [each.values for each in self.points]
+            self.points = _kept(self.points, steps, values)
 
     @property
     def cause(self) -> str:
@@ -221,9 +232,10 @@ class History:
         return bool(self.ended) and len(self.ended) >= (self.world_size_wanted or 1)
 
 
-def thinned(points: list[Kind]) -> list[Kind]:
-    """Return points without every second one if there are more than ``MAX_POINTS``; the last one is kept."""
-    return points if len(points) <= MAX_POINTS else [*points[:-1:2], points[-1]]
+def _kept(
+    points: Sequence[Kind], steps: Sequence[int], values: Sequence[Mapping[str, float | None]]
+) -> list[Kind]:
+    return [points[place] for place in places_to_keep(steps, values, MAX_POINTS // 2)]
 
 
 class HistoryReader:
@@ -231,7 +243,8 @@ class HistoryReader:
 
     Args:
         log_dir: Run folder.
-        last_bytes: The first read starts this many bytes before the end of the file; None: at its start.
+        last_bytes: The first read starts this many bytes before the end of the file; None: at its start, if
+            the file is not larger than an events file may be.
         with_ranks: Whether to read the times of each rank. Without them, a history needs little memory.
     """
 
@@ -256,7 +269,8 @@ class HistoryReader:
             identity = (found.st_dev, found.st_ino)
             if identity != self._identity or found.st_size < self._at_bytes:
                 # First read, or the file was rewritten with fewer lines.
-                begin = 0 if self._last_bytes is None else max(0, found.st_size - self._last_bytes)
+                last_bytes = MAX_READ_BYTES if self._last_bytes is None else self._last_bytes
+                begin = max(0, found.st_size - last_bytes)
                 self._identity, self._at_bytes, self.history = identity, begin, History()
             if found.st_size > self._at_bytes:
                 self._read_from(self._at_bytes)

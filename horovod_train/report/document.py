@@ -13,6 +13,7 @@ import numpy as np
 from horovod_train.errors import describe_ranks
 from horovod_train.events.file import Record
 from horovod_train.events.text import as_text, duration, learning_rate, stalled_text
+from horovod_train.events.thinning import places_to_keep
 from horovod_train.events.types import (
     PHASES,
     Attempt,
@@ -115,7 +116,7 @@ def _comparison(runs: Sequence[RunRecord], target_loss: float | None) -> Iterato
     )
     names = sorted({name for run in runs for name in run.series}, key=_order_of_metrics)
     for name in names:
-        curves = [_curve(run.name, run.series[name]) for run in runs if name in run.series]
+        curves = [curve_of(run.name, run.series[name]) for run in runs if name in run.series]
         yield Chart(_title_of(name), "step", _title_of(name), tuple(curves))
     fields = sorted({field for run in runs for field in run.job})
     differing = [field for field in fields if len({run.job.get(field) for run in runs}) > 1]
@@ -156,7 +157,7 @@ def _blocks_of(run: RunRecord, target_loss: float | None) -> Iterator[Block]:
             yield Text(f"Rank {rank} failed: {failure.message}\n{failure.traceback}".rstrip(), True)
     yield Table("Metrics", ("Metric", "Last", "Lowest", "Highest"), tuple(_metric_rows(run)))
     for name in sorted(run.series, key=_order_of_metrics):
-        yield Chart(_title_of(name), "step", _title_of(name), (_curve(name, run.series[name]),))
+        yield Chart(_title_of(name), "step", _title_of(name), (curve_of(name, run.series[name]),))
     yield from _rank_blocks(run)
     yield Table(
         "Events",
@@ -302,10 +303,10 @@ def _event_text(record: Record) -> str:
     return text.partition("\n")[0]
 
 
-def _curve(name: str, points: Sequence[tuple[int, float]]) -> Curve:
-    every = -(-len(points) // MAX_POINTS)
-    chosen = [*points[:-1:every], points[-1]] if every > 1 else points
-    steps, values = zip(*chosen, strict=True)
+def curve_of(name: str, points: Sequence[tuple[int, float]]) -> Curve:
+    steps, values = zip(*points, strict=True)
+    places = places_to_keep(steps, [{name: value} for value in values], MAX_POINTS)
+    steps, values = zip(*(points[place] for place in places), strict=True)
     return Curve(name, tuple(steps), _finite(np.asarray(values, np.float64)))
 
 

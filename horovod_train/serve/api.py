@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path as FilePath
@@ -18,6 +19,7 @@ from urllib.parse import unquote
 from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from horovod_train.client.local import LocalJob, start
 from horovod_train.client.remote import API
@@ -44,7 +46,8 @@ from horovod_train.serve.uploads import job_with_files
 
 log = logging.getLogger(__name__)
 
-MAX_STREAMS = 200
+MAX_STREAMS = 400
+"""Of all tokens; one token alone may open half of them."""
 MAX_WAIT_S = 60.0
 POLL_S = 0.5
 END_TIMEOUT_S = 5.0
@@ -92,7 +95,7 @@ class JobsApi:
     def __init__(self) -> None:
         self._statuses = Statuses()
         self._threads = Threads()
-        self._num_streams = 0
+        self._streams = Counter[int]()  # open streams by number of the token
 
     def add_to(self, app: FastAPI) -> None:
         """Add the endpoints and their error responses to an application."""
@@ -225,21 +228,25 @@ class JobsApi:
 
     async def events(
         self,
+        request: Request,
         job_id: Given,
         follow: Follow = True,  # noqa: FBT002  (a query parameter)
         last_event_id: LastEventId = "",
     ) -> StreamingResponse:
         """Stream the events of a job (docs/events.md) as JSON, then `end` with the current status."""
-        return self._stream(await self._find(job_id), "events", last_event_id, follow=follow)
+        job = await self._find(job_id)
+        return self._stream(request, job, "events", last_event_id, follow=follow)
 
     async def logs(
         self,
+        request: Request,
         job_id: Given,
         follow: Follow = True,  # noqa: FBT002  (a query parameter)
         last_event_id: LastEventId = "",
     ) -> StreamingResponse:
         """Stream the lines of a job's output, with the rank of each, then `end` with the current status."""
-        return self._stream(await self._find(job_id), "logs", last_event_id, follow=follow)
+        job = await self._find(job_id)
+        return self._stream(request, job, "logs", last_event_id, follow=follow)
 
     async def drain(self, job_id: Given, folder: Folder = None) -> JobDocument:
         """Request the ranks to save a checkpoint and exit with code 75, without a time limit.
@@ -298,20 +305,39 @@ class JobsApi:
         return JobDocument.of(job, await self._threads.query(lambda: self._statuses.get(job)))
 
     def _stream(
-        self, job: LocalJob, what: Literal["events", "logs"], position: str, *, follow: bool
+        self,
+        request: Request,
+        job: LocalJob,
+        what: Literal["events", "logs"],
+        position: str,
+        *,
+        follow: bool,
     ) -> StreamingResponse:
-        if self._num_streams >= MAX_STREAMS:
-            raise StatusError(429, f"{MAX_STREAMS} streams are open", "close one, or use `wait`")
+        """Return a stream, if its token has fewer of them than are free (Choudhury and Hahne, 1998)."""
+        token: int = request.state.token
+        if self._streams[token] >= MAX_STREAMS - self._streams.total():
+            raise StatusError(
+                429,
+                f"{self._streams[token]} streams of this token are open, of {self._streams.total()} in all",
+                "close one, or use `wait`",
+            )
+        lines = stream(job, what, position, self._statuses, self._threads, follow=follow)
+        return _CountedStream(self._streams, token, lines)
 
-        async def counted() -> AsyncIterator[bytes]:
-            self._num_streams += 1
-            try:
-                async for each in stream(job, what, position, self._statuses, self._threads, follow=follow):
-                    yield each
-            finally:
-                self._num_streams -= 1
 
-        return StreamingResponse(counted(), media_type="text/event-stream")
+class _CountedStream(StreamingResponse):
+    """Stream that is counted from now until the response has ended, also if the client has left before."""
+
+    def __init__(self, streams: Counter[int], token: int, lines: AsyncIterator[bytes]) -> None:
+        super().__init__(lines, media_type="text/event-stream")
+        self._streams, self._token = streams, token
+        streams[token] += 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._streams[self._token] -= 1
 
 
 def _jobs_after(job_id: str | None) -> Iterator[LocalJob]:

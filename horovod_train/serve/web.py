@@ -44,6 +44,9 @@ MAX_HEADER_BYTES = 16 * 1024
 IDLE_S = 30.0
 """Time after which a connection is closed: without a complete request, or without reading the response."""
 
+MAX_WAITING = 256
+"""Connections without a request; with one more, the oldest of them is closed."""
+
 RATE_PER_S = 50.0
 BURST = 1000
 """Requests of a token: ``RATE_PER_S`` on average, and at most ``BURST`` at once."""
@@ -98,7 +101,7 @@ class Refusal(Exception):  # noqa: N818  (part of the normal flow)
 class Guard:
     """ASGI middleware: rejects unauthorized requests, limits bodies, and sets headers of responses.
 
-    The role of the request's token is in ``request.state.role``.
+    The role of the request's token is in ``request.state.role``, its number in ``request.state.token``.
 
     Args:
         app: Application behind this middleware.
@@ -151,7 +154,7 @@ class Guard:
             raise Refusal(403, "request from another origin")
         # Browsers share cookies between the ports of a host.
         request.state.cookie = f"horovod_train_{port}"
-        request.state.role = "read"
+        request.state.role, request.state.token = "read", -1
         if self._tokens is None:
             return
         cookie = request.cookies.get(request.state.cookie, "")
@@ -181,7 +184,7 @@ class Guard:
                 f"this requires the role {needed!r}; the token has {known.role!r} on this server: use "
                 f"another token, and start the server with {option}",
             )
-        request.state.role = known.role
+        request.state.role, request.state.token = known.role, known.number
 
 
 async def _body(headers: Headers, receive: Receive, limit_bytes: int) -> bytes:
@@ -309,6 +312,9 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._waiting_since_s = self.loop.time()
+        waiting = [each for each in self.connections if isinstance(each, _Protocol) and each.waits]
+        if len(waiting) > MAX_WAITING:
+            min(waiting, key=lambda each: each._waiting_since_s or 0.0).transport.abort()
         self._timer = self.loop.call_later(IDLE_S / 4, self._close_if_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -327,8 +333,13 @@ class _Protocol(H11Protocol):
         self._waiting_since_s = self.loop.time()
         super().on_response_complete()
 
+    @property
+    def waits(self) -> bool:
+        """Whether no request is being handled."""
+        return self.cycle is None or self.cycle.response_complete
+
     def _close_if_idle(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+        if not self.waits:
             self._waiting_since_s = None
         oldest_s = min(
             (each for each in (self._waiting_since_s, self._blocked_since_s) if each is not None),

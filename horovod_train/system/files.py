@@ -15,6 +15,8 @@ from typing import BinaryIO, Literal
 Access = Literal["private", "group", "everyone"]
 # Errors of file systems without hard links.
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+MAX_DOCUMENT_BYTES = 16 * 2**20
+"""Largest size of a file that is read as a whole, unless a reader states another one."""
 MODES: dict[Access, int] = {"private": 0o700, "group": 0o750, "everyone": 0o755}
 
 
@@ -87,6 +89,19 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(handle, "rb")
+
+
+def read_regular(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """Return the content of a file of any user, as ``open_regular`` opens it.
+
+    Raises:
+        OSError: The file cannot be opened, or has more than ``max_bytes``.
+    """
+    with open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
+    return data
 
 
 class LogFile:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.fake_launcher import FakeLauncher, progress, summary, write_events
 from support.waiting import wait_until
@@ -558,7 +559,7 @@ class TestStreams:
             list(job.logs())
 
     def test_are_limited(self, port, client, launcher, monkeypatch):
-        monkeypatch.setattr(api, "MAX_STREAMS", 2)
+        monkeypatch.setattr(api, "MAX_STREAMS", 4)
         client.submit(JOB)
         opened = []
         for _ in range(2):
@@ -566,11 +567,12 @@ class TestStreams:
             opened[-1].request("GET", "/api/v1/jobs/j/events", headers={"Authorization": f"Bearer {READ}"})
             opened[-1].getresponse()
 
-        assert ask(port, "/jobs/j/events")[0] == 429
+        assert ask(port, "/jobs/j/events", token=READ)[0] == 429
+        assert ask(port, "/jobs/j/events?follow=false", token=SUBMIT)[0] == 200, "another token has its own"
         opened[0].sock.close() if opened[0].sock else None
         for each in opened:
             each.close()
-        wait_until(lambda: ask(port, "/jobs/j/events?follow=false")[0] == 200, 10)
+        wait_until(lambda: ask(port, "/jobs/j/events?follow=false", token=READ)[0] == 200, 10)
 
     def test_to_a_client_that_does_not_read_block_nobody_and_are_closed(self, serve, launcher, monkeypatch):
         monkeypatch.setattr(web, "IDLE_S", 1.0)
@@ -939,3 +941,35 @@ class TestTheClient:
         finally:
             server.close()
         assert len(asked) == 1
+
+
+def test_a_client_waits_as_long_as_it_may_for_a_server_that_stands_still(launcher):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and does not respond
+        client = ht.Client(f"http://127.0.0.1:{silent.getsockname()[1]}", SUBMIT, patience_s=0.2)
+        begun_s = time.monotonic()
+        with pytest.raises(ServerError, match="does not respond"):
+            client.request("GET", "/jobs")
+        assert time.monotonic() - begun_s < 30
+
+
+def test_a_token_may_come_from_a_file_with_a_line_end(port):
+    assert ht.Client(f"http://127.0.0.1:{port}", f"{READ}\n").jobs() == []
+
+
+def test_a_token_of_two_lines_is_refused_and_not_shown():
+    with pytest.raises(UserError, match="the token contains") as refused:
+        ht.Client("http://127.0.0.1:1", f"{READ}\n{SUBMIT}")
+
+    assert READ not in str(refused.value)
+
+
+def test_values_of_numpy_are_numbers(client, launcher):
+    client.submit({**JOB, "run_dir": Path("runs")}, {"lr.base_lr": np.float32(0.25), "train.epochs": np.int64(3)})
+
+    (request,) = launcher.requests
+    assert (request.job.lr.base_lr, request.job.train.epochs) == (0.25, 3)
+
+
+def test_a_value_that_json_does_not_have_is_named(client):
+    with pytest.raises(UserError, match="cannot be sent: .*object"):
+        client.submit(JOB, {"lr.base_lr": object()})

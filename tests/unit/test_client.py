@@ -8,6 +8,7 @@ import sys
 from copy import deepcopy
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.fake_launcher import FakeLauncher, progress, summary, write_events
 
@@ -50,6 +51,12 @@ class TestSubmit:
         assert made.id == request.job_id
         assert [each.id for each in client.jobs()] == [made.id]
         assert client.job("j").folder == request.log_dir
+
+    def test_takes_values_of_numpy(self, launcher):
+        client.submit(DIGITS, {"train.epochs": np.int64(3), "lr.points": (), "run_dir": Path("here")})
+
+        (request,) = launcher.requests
+        assert (request.job.train.epochs, Path(request.job.run_dir).name) == (3, "here")
 
     def test_takes_a_job_a_file_and_the_name_of_a_shipped_one(self, launcher, tmp_path):
         (tmp_path / "j.yaml").write_text("name: of-a-file\ntask: digits\n")

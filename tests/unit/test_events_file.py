@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import threading
 
+import numpy as np
 import pytest
 from support.following import event
 
 from horovod_train import __version__
 from horovod_train.events.file import EventsFile, opened, read_events, thinned
-from horovod_train.events.types import Notice, Progress, StateChanged
+from horovod_train.events.series import series_of
+from horovod_train.events.thinning import places_to_keep
+from horovod_train.events.types import Evaluation, Notice, Progress, StateChanged
 from horovod_train.events.wire import parse_line
 from horovod_train.launch import jobs
+from horovod_train.monitor.history import HistoryReader
+from horovod_train.report.document import MAX_POINTS as REPORT_POINTS
+from horovod_train.report.document import curve_of
 
 FULL = "/dev/full"
 
 
-def progress(step):
-    return parse_line(event("progress", step=step)).event
+def progress(step, **fields):
+    return parse_line(event("progress", step=step, **fields)).event
 
 
 def test_events_are_read_as_they_were_written(tmp_path):
@@ -203,3 +211,93 @@ def test_each_change_of_state_is_told_once(tmp_path):
         ("running", "2 rank(s); run.log is incomplete"),
         ("failed", "no; run.log is incomplete"),
     ]
+
+
+def loss_of(step):
+    """A loss over ten million steps: it falls fast, then slowly, with one step of 5."""
+    return 2 * math.exp(-step / 2e4) + 10 * (step + 1) ** -0.3 + 5 * (4_000_000 <= step < 4_001_000)
+
+
+NUM_STEPS, INTERVAL = 10**7, 250
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of 30 days, whose file has been thinned out about 60 times."""
+    folder = tmp_path_factory.mktemp("run")
+    clock = itertools.count(1.7e9, 30 * 86_400 / (NUM_STEPS / INTERVAL))
+    file = EventsFile(folder / "events.jsonl", max_lines=1_500, clock=lambda: next(clock))
+    for step in range(0, NUM_STEPS + 1, INTERVAL):
+        file.write(progress(step, loss=loss_of(step)), 0)
+        if step % 100_000 == 0:
+            file.write(Evaluation(epoch=step // 100_000, metrics={"loss": loss_of(step)}, step=step), 0)
+    file.close()
+    return folder
+
+
+def is_true(steps, losses):
+    """Whether lines between the points differ from the loss of each step by at most 1 % of its range."""
+    every = np.arange(0, NUM_STEPS + 1, INTERVAL)
+    expected = np.array([loss_of(int(step)) for step in every])
+    return np.abs(np.interp(every, steps, losses) - expected).max() <= 0.01 * np.ptp(expected)
+
+
+class TestALongRun:
+    def test_has_a_true_curve_for_programs(self, folder):
+        points = series_of(record.event for record in read_events(folder / "events.jsonl"))
+
+        assert is_true(*zip(*points["loss"], strict=True))
+        assert len(points["eval/loss"]) == 101
+
+    def test_has_a_true_curve_on_the_page_whenever_it_is_read(self, folder, tmp_path):
+        lines = (folder / "events.jsonl").read_text().splitlines()
+        reader = HistoryReader(tmp_path)
+        for end in (len(lines) // 2, len(lines)):
+            (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in lines[:end]))
+            reader.update()
+
+        assert is_true(*zip(*((each.step, each.loss) for each in reader.history.points), strict=True))
+
+    def test_has_a_true_curve_in_a_report(self, folder):
+        points = series_of(record.event for record in read_events(folder / "events.jsonl"))["loss"]
+
+        curve = curve_of("loss", points)
+
+        assert len(curve.x) <= REPORT_POINTS
+        assert is_true(curve.x, curve.y)
+
+
+def test_old_and_new_parts_of_a_run_have_the_same_resolution(tmp_path):
+    file = EventsFile(tmp_path / "events.jsonl", max_lines=500)
+    for step in range(20_000):
+        file.write(progress(step), 0)
+    file.close()
+
+    steps = np.array([record.event.step for record in read_events(tmp_path / "events.jsonl")])
+    quarters = np.histogram(steps[steps < 19_000], bins=4, range=(0, 19_000))[0]
+
+    assert len(steps) <= 500
+    assert quarters[1:].min() > 0.4 * quarters[1:].max()
+
+
+def test_a_second_start_counts_the_lines_of_the_first(tmp_path):
+    for _ in range(3):
+        file = EventsFile(tmp_path / "events.jsonl", max_lines=100)
+        for step in range(60):
+            file.write(progress(step), 0)
+        file.close()
+
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) <= 100
+
+
+@pytest.mark.parametrize("num_points", [0, 1, 2, 3, 100])
+@pytest.mark.parametrize("max_points", [1, 2, 3, 10])
+def test_a_curve_of_any_length_keeps_its_ends(num_points, max_points):
+    values = [{"loss": math.nan if step % 3 else float(step)} for step in range(num_points)]
+
+    kept = places_to_keep([7] * num_points, values, max_points)
+
+    assert len(kept) == min(num_points, max_points) or 0 < len(kept) <= max_points
+    if num_points:
+        assert kept[-1] == num_points - 1
+        assert kept[0] == 0 or max_points == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import signal
 import socket
 import subprocess
@@ -198,6 +199,68 @@ def test_who_does_not_ask_or_read_holds_up_nobody_and_is_closed(runs, monkeypatc
             connection.close()
     finally:
         server.close()
+
+
+def test_the_oldest_of_many_connections_without_a_request_is_closed(runs, monkeypatch):
+    monkeypatch.setattr(web_module, "MAX_WAITING", 20)
+    server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN)
+    silent = []
+    try:
+        for number in range(100):
+            silent.append(socket.create_connection(("127.0.0.1", server.port), 5))
+            silent[-1].sendall(b"GET /page/jobs HTTP/1.1\r\n")  # and no end
+            if number % 10 == 0:
+                assert ask(server.port, "/page/jobs", **KNOWN)[0] == 200
+        silent[0].settimeout(5)
+        with suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
+        silent[-1].settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            silent[-1].recv(1)
+    finally:
+        for connection in silent:
+            connection.close()
+        server.close()
+
+
+@pytest.fixture
+def hostile(runs):
+    """Folders in which another user has put what blocks, or never ends."""
+    for number, name in enumerate(["state.json", "events.jsonl", "job.json"]):
+        for kind in ("pipe", "zero", "large"):
+            folder = runs / f"{kind}-{number}" / "r"
+            folder.mkdir(parents=True)
+            (folder / "events.jsonl").write_bytes((runs / "j" / "r" / "events.jsonl").read_bytes())
+            (folder / name).unlink(missing_ok=True)
+            if kind == "pipe":
+                os.mkfifo(folder / name)
+            elif kind == "zero":
+                (folder / name).symlink_to("/dev/zero")
+            else:
+                with (folder / name).open("wb") as file:
+                    file.truncate(10 * 2**30)
+    return runs
+
+
+def test_foreign_files_stop_nobody(hostile):
+    server = serve_page([hostile], [], host="127.0.0.1", port=0, token=TOKEN)
+    targets = serve_targets([hostile], "127.0.0.1", 0)
+    try:
+        assert '"j/r"' in ask(server.port, "/page/jobs", **KNOWN)[2]
+        for folder in hostile.iterdir():
+            assert ask(server.port, f"/page/run?key={folder.name}/r", **KNOWN)[0] in (200, 404)
+        assert ask(server.port, "/page/run?key=j/r", **KNOWN)[0] == 200
+        for port in (server.port, targets.port):
+            assert 'horovod_train_job_state{run="r"' in ask(port, "/metrics", **KNOWN)[2]
+    finally:
+        server.close()
+        targets.close()
+
+
+def test_a_report_of_foreign_files_ends(hostile):
+    for folder in hostile.iterdir():
+        done = CliRunner().invoke(cli, ["report", str(folder / "r"), "--format", "markdown"])
+        assert done.exit_code == 0 or isinstance(done.exception, UserError)
 
 
 class TestTargets:

@@ -11,7 +11,7 @@ from horovod_train.events.types import Target, Targets
 from horovod_train.events.wire import Line
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.supervise.follow import Follower
-from horovod_train.system.files import write_atomic
+from horovod_train.system.files import read_regular, write_atomic
 
 TARGETS_FILE = "prometheus-targets.json"
 
@@ -59,7 +59,7 @@ class TargetFiles(Follower):
 def read_targets(path: Path) -> list[Target]:
     """Return the targets in a file; empty, if it cannot be read."""
     try:
-        return parse_targets(path.read_bytes())
+        return parse_targets(read_regular(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
