@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from time import monotonic, strftime
 
 from horovod_train.collectives.base import Communicator, broadcast_json
@@ -53,6 +54,8 @@ from horovod_train.training.run import Run
 # The sum of both is below 4 KiB, because launchers may split longer lines of output.
 MAX_TRACEBACK_CHARS = 1800
 MAX_MESSAGE_CHARS = 1000
+MAX_CLOSE_S = 10.0
+"""Maximum time to close communication after a failure."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,8 @@ def main(options: WorkerOptions) -> int:
                 run_script(job, options.run_id, reporter, stack)
             else:
                 run_rank(job, options, request, reporter, stack)
-    except PreemptedError as left:
-        return left.exit_code
-    except SystemExit as left:
-        return _report_failure(_explained_exit(left), reporter)
-    except KeyboardInterrupt:
-        return _report_failure(InterruptedByUserError("interrupted by SIGINT"), reporter)
     except BaseException as error:  # noqa: BLE001  (a task may raise any exception; it is reported here)
-        return _report_failure(error, reporter)
+        return _report_end(error, reporter)
     finally:
         end_children()
         if lost_bytes := streams.num_dropped_bytes():
@@ -129,7 +126,7 @@ def run_rank(
     warn, end = watchdog_callbacks(reporter)
     with JoinWatch(job.health, warn, end):
         world = framework.connect(job)
-    stack.callback(world.close)
+    stack.enter_context(CloseAfterFailure(world, reporter))
     reporter.rank = world.rank
     environment = environment_fingerprint(job.task if ":" in job.task else None)
     check_world(job, world, environment)
@@ -174,6 +171,37 @@ def run_rank(
         services.report_summary(run, monotonic() - started, num_samples, checkpoint)
 
 
+class CloseAfterFailure:
+    """Context manager that closes communication. A failure is reported before that, and the time is limited.
+
+    If an operation of the engine fails on one rank only (such as for lack of memory), the others wait in it,
+    and so does the engine of this rank when it is closed. If this rank ends, so do the others.
+    """
+
+    def __init__(self, world: Communicator, reporter: Reporter) -> None:
+        self._world, self._reporter = world, reporter
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is None or isinstance(error, PreemptedError):
+            self._world.close()
+            return
+        timer = Timer(MAX_CLOSE_S, _leave, [_report_end(error, self._reporter)])
+        timer.daemon = True
+        timer.start()
+        try:
+            self._world.close()
+        finally:
+            timer.cancel()
+
+
+def _leave(exit_code: int) -> None:
+    end_children()
+    os._exit(exit_code)
+
+
 def watch_this_rank(
     job: Job,
     framework: Framework,
@@ -216,6 +244,19 @@ class InterruptedByUserError(HorovodTrainError):
     """This rank received SIGINT; exit code 130, as in a shell."""
 
     exit_code = 130
+
+
+def _report_end(error: BaseException, reporter: Reporter) -> int:
+    """Report the exception that ends this rank, once, unless it was preempted; return its exit code."""
+    if isinstance(error, PreemptedError):
+        return error.exit_code
+    if reporter.exit_code is None:
+        if isinstance(error, SystemExit):
+            error = _explained_exit(error)
+        elif isinstance(error, KeyboardInterrupt):
+            error = InterruptedByUserError("interrupted by SIGINT")
+        reporter.exit_code = _report_failure(error, reporter)
+    return reporter.exit_code
 
 
 def _explained_exit(left: SystemExit) -> UserError:

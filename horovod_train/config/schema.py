@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from horovod_train.config.fields import (
     Count,
@@ -383,6 +383,12 @@ class Health(Section):
 
     max_clock_offset_s: Seconds = 5.0
     """Maximum clock offset between two hosts, in seconds; with a larger offset, the job does not start."""
+
+    @field_validator("one_process", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        """Convert false: YAML reads ``off`` without quotes as a boolean."""
+        return "off" if value is False else value
 
 
 class Job(Section):

@@ -72,6 +72,7 @@ class Reporter:
         file: Events file to which events are written in addition.
         channel: Channel for JSON lines, instead of ``stream``.
         observers: Called with each event; they must not block.
+        exit_code: Exit code of this rank, once its failure is reported.
     """
 
     rank: int
@@ -80,6 +81,7 @@ class Reporter:
     file: EventsFile | None = None
     channel: ChannelWriter | None = None
     observers: list[Callable[[Event], None]] = field(default_factory=list)
+    exit_code: int | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def report(self, event: Event) -> None:

@@ -6,8 +6,9 @@ import json
 import logging
 import signal
 import threading
+import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import yaml
@@ -42,6 +43,16 @@ def test_a_warning_with_an_event_is_reported_as_the_event():
     stalled, notice = told.events()
     assert stalled["absent_ranks"] == [1]
     assert notice["text"] == "something else"
+
+
+class Closes:
+    """A world that notes that it was closed."""
+
+    def __init__(self, closed):
+        self.closed = closed
+
+    def close(self):
+        self.closed.append("closed")
 
 
 class OnThreads(NumpyFramework):
@@ -268,3 +279,38 @@ class TestTheEnd:
         assert found == code
         assert says in output
         assert bool(says) == ("error: rank 0 on" in output)
+
+    def test_is_told_before_an_engine_that_never_closes_is_left(self, monkeypatch):
+        left, told = threading.Event(), Told()
+        codes, told_before = [], []
+
+        class Engine:
+            def close(self):
+                told_before.extend(told.events())
+                assert left.wait(30)
+
+        def leave(code):
+            codes.append(code)
+            left.set()
+
+        monkeypatch.setattr(worker, "MAX_CLOSE_S", 0.1)
+        monkeypatch.setattr(worker, "_leave", leave)
+        with pytest.raises(MemoryError), worker.CloseAfterFailure(Engine(), told.reporter):
+            raise MemoryError("4 GiB")
+
+        assert codes == [1]
+        assert [each["message"] for each in told_before] == ["MemoryError: 4 GiB"]
+        assert worker._report_end(MemoryError("4 GiB"), told.reporter) == 1
+        assert len(told.events()) == 1, "it is told once"
+
+    @pytest.mark.parametrize("error", [None, PreemptedError("asked to leave"), UserError("wrong")])
+    def test_of_an_engine_that_closes_takes_its_time(self, monkeypatch, error):
+        closed = []
+        monkeypatch.setattr(worker, "MAX_CLOSE_S", 0.2)
+        monkeypatch.setattr(worker, "_leave", closed.append)
+        with suppress(PreemptedError, UserError), worker.CloseAfterFailure(Closes(closed), Told().reporter):
+            if error is not None:
+                raise error
+        time.sleep(0.5)
+
+        assert closed == ["closed"]

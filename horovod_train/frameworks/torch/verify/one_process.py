@@ -35,6 +35,7 @@ from horovod_train.frameworks.torch.comm.exchange import wide_type
 from horovod_train.frameworks.torch.comm.sync_batch_norm import SyncBatchNormMixin
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
+from horovod_train.frameworks.torch.verify.room import has_room_for_samples
 from horovod_train.frameworks.torch.verify.untouched import Untouched, same_modules
 from horovod_train.frameworks.torch.verify.verification import (
     GPU_LIMIT,
@@ -117,8 +118,12 @@ class OneProcess:
         Raises:
             UserError: The product can train the model as one process does, and the job refuses others.
         """
-        self._per_part = min(MAX_PER_PART, self._batch_size, *map(len, parts))
+        # Both parts together have as many samples as a micro-batch, so that passes need no more memory.
+        self._per_part = min(MAX_PER_PART, max(1, self._batch_size // 2), *map(len, parts))
         if self._is_over or not self._per_part:
+            return
+        if self._batch_size == 1 and not has_room_for_samples(2, self._replica.device, self._world):
+            self._ends(["a rank may not have memory for two samples"])
             return
         numbers = [number for part in parts for number in part[: self._per_part]]
         batches, problem = result_of(partial(self._read, numbers))

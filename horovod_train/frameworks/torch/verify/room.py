@@ -1,7 +1,7 @@
-"""Decides whether ranks have memory for the plain model with which the first steps are compared.
+"""Decides whether ranks have memory for comparisons.
 
-The plain model has whole weights, gradients and optimizer state. A job that shards its model because it does
-not fit on one device must not fail because of the comparison.
+The plain model with which the first steps are compared has whole weights, gradients and optimizer state. A
+job that shards its model because it does not fit on one device must not fail because of a comparison.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 import psutil
 import torch
 
-from horovod_train.collectives.base import Communicator, allgather_json
+from horovod_train.collectives.base import Communicator, allgather_json, any_rank
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.system.machine import usable_memory_bytes
 
@@ -31,11 +31,7 @@ def has_room(model: torch.nn.Module, strategy: Strategy, device: torch.device, w
     """
     weights_bytes = _weights_bytes(model, strategy)
     needed_bytes = COPIES * weights_bytes * (1 + 1 / world.size) + weights_bytes
-    everyone = allgather_json(world, [world.host, free_bytes(device), usable_memory_bytes()])
-    num_on_host = Counter(host for host, _, _ in everyone)
-    is_on_host = device.type == "cpu"
-    rooms = [min(own, of_host / num_on_host[host]) if is_on_host else own for host, own, of_host in everyone]
-    least = min(rooms)
+    least = least_free_bytes(device, world)
     if least < needed_bytes and world.rank == 0:
         log.warning(
             "the first steps are not compared with the plain model: a rank would need about %.1f GiB for it "
@@ -44,6 +40,31 @@ def has_room(model: torch.nn.Module, strategy: Strategy, device: torch.device, w
             least / 2**30,
         )
     return least >= needed_bytes
+
+
+def has_room_for_samples(factor: float, device: torch.device, world: Communicator) -> bool:
+    """Return whether all ranks have memory for ``factor`` times what steps have needed so far. Collective.
+
+    Args:
+        factor: Number of samples, in multiples of a micro-batch.
+        device: Device of the model.
+        world: All ranks.
+    """
+    if device.type == "cuda":
+        of_steps = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    else:
+        largest_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        of_steps = max(0, largest_bytes - psutil.Process().memory_info().rss)
+    least = least_free_bytes(device, world)
+    return not any_rank(world, flag=factor * of_steps > least)
+
+
+def least_free_bytes(device: torch.device, world: Communicator) -> float:
+    """Return the memory that each rank can still allocate on its device. Collective."""
+    everyone = allgather_json(world, [world.host, free_bytes(device), usable_memory_bytes()])
+    num_on_host = Counter(host for host, _, _ in everyone)
+    is_on_host = device.type == "cpu"
+    return min(min(own, of_host / num_on_host[host]) if is_on_host else own for host, own, of_host in everyone)
 
 
 def free_bytes(device: torch.device) -> float:
