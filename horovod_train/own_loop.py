@@ -67,7 +67,7 @@ class OwnRun(Run):
         self.deliver_all()
         self.progress.metrics, self.progress.metrics_step = dict(metrics), self.progress.step
         for hook in self.hooks:
-            hook.on_epoch(self, evaluated=True)
+            hook.on_evaluation(self, begins=False)
 
     @contextmanager
     def resuming_updates(self) -> Iterator[None]:

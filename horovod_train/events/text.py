@@ -39,7 +39,7 @@ def as_text(event: Event, rank: int) -> str | None:
             text = progress_text(event)
         case Evaluation():
             found = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
-            text = f"epoch {event.epoch}: {found}"
+            text = f"{f'step {event.step}' if event.is_within_epoch else f'epoch {event.epoch}'}: {found}"
         case Resumed():
             text = f"resumed from {event.checkpoint}: epoch {event.epoch}, step {event.step}"
         case Summary():

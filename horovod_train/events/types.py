@@ -179,13 +179,21 @@ class RankTimes(Event):
 
 
 class Evaluation(Event):
-    """Results of an evaluation after ``step`` completed steps; None: written by an older version."""
+    """Results of an evaluation.
+
+    Attributes:
+        epoch: Completed epochs.
+        metrics: Results by name.
+        step: Completed steps; None: written by an older version.
+        is_within_epoch: Whether another epoch has begun, as at the end of a job with ``train.max_steps``.
+    """
 
     kind = "evaluation"
 
     epoch: int
     metrics: Mapping[str, float]
     step: int | None = None
+    is_within_epoch: bool = False
 
 
 class CheckpointWritten(Event):

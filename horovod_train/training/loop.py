@@ -231,10 +231,9 @@ def evaluate_and_store(run: Run) -> None:
     """
     for hook in run.hooks:
         hook.on_evaluation(run, begins=True)
-    run.progress.metrics = evaluate(run)
+    run.progress.metrics, run.progress.metrics_step = evaluate(run), run.progress.step
     for hook in run.hooks:
         hook.on_evaluation(run, begins=False)
-    run.progress.metrics_step = run.progress.step
     for path, metric in wanted_metrics(run).items():
         if metric not in run.progress.metrics:
             raise UserError(

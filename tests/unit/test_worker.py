@@ -133,6 +133,15 @@ class TestARank:
         for others, _ in found[1:]:
             assert others.events() == []
 
+    def test_reports_the_evaluation_of_the_final_weights_within_an_epoch(self, ranks):
+        ((told, error),) = ranks(1, train={"epochs": 9, "max_steps": NUM_SAMPLES // 2 + 2})
+
+        assert error is None
+        *_, last = told.events("evaluation")
+        (summary,) = told.events("summary")
+        assert (last["step"], last["is_within_epoch"]) == (summary["steps"], True)
+        assert last["metrics"] == summary["metrics"]
+
     @pytest.mark.parametrize("size", [1, 2])
     def test_launched_by_hand_keeps_the_events_of_rank_0(self, ranks, size, tmp_path):
         found = ranks(size, by_hand=True)

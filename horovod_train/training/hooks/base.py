@@ -74,10 +74,10 @@ class Hook:
         return None
 
     def on_evaluation(self, run: Run, *, begins: bool) -> None:
-        """Called before and after an evaluation."""
+        """Called before and after an evaluation; after it, ``run.progress.metrics`` has the results."""
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> Action | None:
-        """Called after each epoch; with ``evaluated``, ``run.progress.metrics`` contains its evaluation."""
+        """Called after each epoch; ``evaluated``: whether the weights at its end were evaluated."""
         return None
 
     def on_end(self, run: Run) -> None:

@@ -26,10 +26,7 @@ class RecordMetrics(Hook):
         record_step(self._recorder, report)
 
     def on_evaluation(self, run: Run, *, begins: bool) -> None:
-        """Record the begin and the end of an evaluation, during which no steps are performed."""
+        """Record the begin and the end of an evaluation, during which no steps are performed; its results."""
         self._recorder.record(EvaluatingRecord(begins))
-
-    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
-        """Record the evaluation."""
-        if evaluated:
+        if not begins:
             self._recorder.record(EvaluationRecord(run.progress.metrics))

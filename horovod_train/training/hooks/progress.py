@@ -98,15 +98,23 @@ class ReportProgress(Hook):
             )
         )
 
-    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
-        """Report the evaluation."""
-        if evaluated and run.world.rank == 0:
+    def on_evaluation(self, run: Run, *, begins: bool) -> None:
+        """Report the results of an evaluation."""
+        if not begins and run.world.rank == 0:
             progress = run.progress
             self._reporter.report(
-                Evaluation(epoch=progress.epoch, metrics=progress.metrics, step=progress.step)
+                Evaluation(
+                    epoch=progress.epoch,
+                    metrics=progress.metrics,
+                    step=progress.step,
+                    is_within_epoch=progress.cursor > 0,
+                )
             )
-            if run.progress.stopped_early:
-                rule = run.job.evaluation.early_stopping
-                assert rule is not None
-                text = f"stopping early: {rule.metric} did not improve in {rule.patience} evaluations"
-                self._reporter.report(Notice(text=text))
+
+    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
+        """Report that training stops early."""
+        if evaluated and run.world.rank == 0 and run.progress.stopped_early:
+            rule = run.job.evaluation.early_stopping
+            assert rule is not None
+            text = f"stopping early: {rule.metric} did not improve in {rule.patience} evaluations"
+            self._reporter.report(Notice(text=text))

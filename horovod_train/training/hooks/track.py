@@ -44,8 +44,8 @@ class Track(Hook):
             values["grad_norm"] = outcome.grad_norm
         self._trackers.log_step(report.step, report.epochs_passed, values)
 
-    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
+    def on_evaluation(self, run: Run, *, begins: bool) -> None:
         """Log the metrics of an evaluation."""
-        if evaluated:
+        if not begins:
             progress = run.progress
             self._trackers.log_evaluation(progress.step, progress.epochs_passed, progress.metrics)
