@@ -122,7 +122,7 @@ def command(
     with locked(folder):
         study = open_study(described, folder, os.urandom(8).hex())
         if critical_batch:
-            epochs = branch_epochs or default_epochs(described.train.epochs)
+            epochs = branch_epochs or default_epochs(described.train.most_epochs)
             branching = Branching(epochs, multiples, branch_length, seeds)
             branching.check(described)
             study.save()

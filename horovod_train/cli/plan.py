@@ -16,6 +16,8 @@ from horovod_train.lr.policy import policy_of
 from horovod_train.registry import SCRIPT
 
 ARGUMENT_HEIGHT = 3
+COUNTS_EPOCHS = {"step", "points", "cosine_restarts", "inverse_sqrt"}
+"""Schedules whose curve depends on the number of epochs of the job."""
 
 
 def plan_as_text(request: LaunchRequest, plan: LaunchPlan, *, draws: bool = False) -> str:
@@ -52,9 +54,20 @@ def warn_from_study(request: LaunchRequest) -> None:
 
 def charts(job: Job, num_data_ranks: int) -> Iterator[str]:
     """Yield charts of the schedules of a job on a number of data-parallel ranks, as comment lines."""
-    policy, epochs = policy_of(job, num_data_ranks), job.train.epochs
-    warmup = job.train.batch_warmup
+    policy, train = policy_of(job, num_data_ranks), job.train
+    epochs, warmup = float(train.most_epochs), train.batch_warmup
+    is_by_steps = train.epochs is None and train.max_steps is not None
+    if is_by_steps:
+        # The number of epochs depends on the data, which are not read here; without a warm-up and with a
+        # schedule that counts no epochs, the curve does not.
+        epochs = 1.0
+        policy = policy.ending_at(epochs)
     notes = [
+        f"the schedule ends after train.max_steps: {train.max_steps}, whichever part of an epoch that is"
+        if is_by_steps
+        else f"if train.max_steps: {train.max_steps} ends the job earlier, the schedule ends with it"
+        if train.max_steps is not None
+        else "",
         "the largest possible rate: AdaScale multiplies the base rate by the measured gain"
         if policy.scaled.follows_gain
         else "",
@@ -62,8 +75,11 @@ def charts(job: Job, num_data_ranks: int) -> Iterator[str]:
         f"the batch grows from {warmup.start} samples during {warmup.epochs:g} epochs" if warmup else "",
     ]
     yield from (f"# {note}" for note in notes if note)
+    if is_by_steps and (policy.warmup_epochs or job.lr.decay in COUNTS_EPOCHS or job.optimizer.schedules):
+        return
     gain = policy.scaled.rate if policy.scaled.follows_gain else None
-    yield from (f"# {line}" for line in chart(lambda at: policy.at(at, gain=gain), epochs))
+    end = f"{train.max_steps} steps" if is_by_steps else f"{epochs:g} epochs"
+    yield from (f"# {line}" for line in chart(lambda at: policy.at(at, gain=gain), epochs, end=end))
     schedules = ArgumentSchedules(job.optimizer.schedules, epochs)
     for name in job.optimizer.schedules:
         yield f"# optimizer.schedules.{name}"

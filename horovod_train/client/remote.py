@@ -89,7 +89,9 @@ class Client:
         if not token:
             raise UserError("no token is given", hint=f"pass token=..., or set {TOKEN_VARIABLE}")
         if not token.isascii() or not token.isprintable():
-            raise UserError("the token contains characters that no token has", hint="read one line of its file")
+            raise UserError(
+                "the token contains characters that no token has", hint="read one line of its file"
+            )
         self._url = f"{parts.scheme}://{parts.netloc}{API}"
         self._headers = {"Authorization": f"Bearer {token}"}
         self._patience_s = patience_s

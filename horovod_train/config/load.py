@@ -15,6 +15,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -145,7 +146,7 @@ def changed(job: Job, settings: Mapping[str, object], source: str) -> Job:
 
 
 def plain_values(given: Mapping[str, object]) -> Tree:
-    """Return a copy of values in Python, with those types that JSON has: NumPy's numbers are converted, too."""
+    """Return a copy with those types that JSON has: numbers and arrays of NumPy, and paths, are converted."""
     return {name: _plain(value) for name, value in given.items()}
 
 

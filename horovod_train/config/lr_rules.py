@@ -75,11 +75,12 @@ def decay_has_its_fields(job: Job) -> Iterator[Problem]:
 def warmup_fits(job: Job) -> Iterator[Problem]:
     """Require that warm-up ends before training, and refuse what has no effect without warm-up."""
     lr = job.lr
-    if lr.warmup_epochs > job.train.epochs:
+    epochs = job.train.most_epochs
+    if lr.warmup_epochs > epochs:
         yield Problem(
             "lr.warmup_epochs",
             f"{lr.warmup_epochs:g}",
-            f"must be at most train.epochs = {job.train.epochs}",
+            f"must be at most train.epochs = {epochs}",
         )
     if lr.scaling == "legw" and lr.warmup_epochs == 0:
         yield Problem(
@@ -115,11 +116,11 @@ def global_batch_is_set_once(job: Job) -> Iterator[Problem]:
         )
     if train.batch_warmup is None:
         return
-    if train.batch_warmup.epochs > train.epochs:
+    if train.batch_warmup.epochs > train.most_epochs:
         yield Problem(
             "train.batch_warmup.epochs",
             f"{train.batch_warmup.epochs:g}",
-            f"must be at most train.epochs = {train.epochs}",
+            f"must be at most train.epochs = {train.most_epochs}",
         )
     for path, is_set in (
         ("lr.scaling", job.lr.scaling == "adam_sqrt"),
@@ -144,6 +145,13 @@ def adascale_is_supported(job: Job) -> Iterator[Problem]:
             repr(job.optimizer.name),
             "lr.scaling: adascale is derived for SGD with momentum",
             "use sgd, or lr.scaling: sqrt or adam_sqrt",
+        )
+    if job.train.epochs is None and job.train.max_steps is not None:
+        yield Problem(
+            "train.epochs",
+            "null",
+            "lr.scaling: adascale counts scale-invariant epochs, whose number of steps is not known",
+            "set train.epochs, with which schedules end",
         )
     if job.lr.scale_weight_decay:
         yield Problem(

@@ -21,6 +21,8 @@ from horovod_train.config.fields import (
 from horovod_train.config.launch import Launch
 from horovod_train.config.optimization import LearningRate, Optimizer
 
+MAX_EPOCHS = 1_000_000
+
 
 class Compile(Section):
     """Arguments of ``torch.compile``."""
@@ -48,11 +50,15 @@ class BatchWarmup(Section):
 class Train(Section):
     """Duration, batch size and precision."""
 
-    epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 1
-    """Passes over the training data."""
+    epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)] | None = None
+    """Passes over the training data; null: 1, or with ``max_steps`` as many as needed."""
 
     max_steps: Count | None = None
-    """Stop after this many optimizer steps, even if ``epochs`` is not reached; null: no limit."""
+    """Length in optimizer steps, if it ends before ``epochs``; schedules end with it. null: no limit."""
+
+    stop_at_step: Count | None = None
+    """End the job after this many optimizer steps, as if it was interrupted: schedules are those of the whole
+    job. null: train to the end."""
 
     batch_size_per_rank: Annotated[int, Field(ge=1, le=2**24)] = 32
     """Samples per rank and micro-batch. Global batch: this x data-parallel ranks x accumulation steps."""
@@ -114,6 +120,13 @@ class Train(Section):
 
     initial_weights: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Safetensors file with the initial weights, or a folder of such files."""
+
+    @property
+    def most_epochs(self) -> int:
+        """Passes over the training data after which the job ends, unless ``max_steps`` ends it earlier."""
+        if self.epochs is not None:
+            return self.epochs
+        return 1 if self.max_steps is None else MAX_EPOCHS
 
     @model_validator(mode="before")
     @classmethod

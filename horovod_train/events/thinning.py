@@ -18,8 +18,9 @@ def places_to_keep(
     """Return the places of at most ``max_points`` points (at least the first and the last one), ascending.
 
     The axis is divided into intervals of equal width, with narrower ones near 0. Each keeps its first point
-    and, of each series, the smallest and the largest value, and both ends of its largest rise and fall. The width is the smallest power of two for which the points are few enough: if a curve that
-    was thinned before is continued and thinned again, old and new parts have the same resolution.
+    and, of each series, the smallest and the largest value, and both ends of its largest rise and fall. The
+    width is the smallest power of two for which the points are few enough: if a curve that was thinned before
+    is continued and thinned again, old and new parts have the same resolution.
 
     Args:
         positions: Position of each point on the axis. Where it decreases, another curve begins.

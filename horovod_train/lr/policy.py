@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
 
@@ -47,7 +47,7 @@ class LearningRatePolicy:
     Attributes:
         section: The job's ``lr`` section.
         global_batch_size: Samples per optimizer step, over all ranks; under adasum, those of one rank.
-        total_epochs: Length of the whole job.
+        total_epochs: Length of the whole job; under ``train.max_steps``, an upper limit until ``ending_at``.
         train: The job's ``train`` section, for the growth of the batch.
     """
 
@@ -96,6 +96,10 @@ class LearningRatePolicy:
         else:
             rate = peak * self._decay(Position(epochs, warmup, self.total_epochs))
         return rate * plateau_factor
+
+    def ending_at(self, total_epochs: float) -> LearningRatePolicy:
+        """Return the policy of a job that ends earlier."""
+        return replace(self, total_epochs=total_epochs)
 
     def check(self) -> None:
         """Check the policy before training.
@@ -157,7 +161,7 @@ class LearningRatePolicy:
 
 def policy_of(job: Job, num_data_ranks: int) -> LearningRatePolicy:
     """Return the learning-rate policy of a job on a number of data-parallel ranks."""
-    return LearningRatePolicy(job.lr, batch_size_of_lr(job, num_data_ranks), job.train.epochs, job.train)
+    return LearningRatePolicy(job.lr, batch_size_of_lr(job, num_data_ranks), job.train.most_epochs, job.train)
 
 
 def policy_of_section(

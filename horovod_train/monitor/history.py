@@ -151,7 +151,10 @@ class History:
                 step = known if event.step is None else event.step
                 self.evaluations.append((time_unix_s, step, event.metrics))
                 if len(self.evaluations) > MAX_POINTS:
-                    steps, values = [each[1] for each in self.evaluations], [each[2] for each in self.evaluations]
+                    steps, values = (
+                        [each[1] for each in self.evaluations],
+                        [each[2] for each in self.evaluations],
+                    )
                     self.evaluations = _kept(self.evaluations, steps, values)
             case CheckpointWritten():
                 self.checkpoint_error = event.error

@@ -304,6 +304,7 @@ def _event_text(record: Record) -> str:
 
 
 def curve_of(name: str, points: Sequence[tuple[int, float]]) -> Curve:
+    """Return a curve of at most ``MAX_POINTS`` points, given as (step, value)."""
     steps, values = zip(*points, strict=True)
     places = places_to_keep(steps, [{name: value} for value in values], MAX_POINTS)
     steps, values = zip(*(points[place] for place in places), strict=True)

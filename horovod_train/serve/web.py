@@ -304,17 +304,17 @@ class _Protocol(H11Protocol):
     uvicorn itself limits only the time between two requests of a connection.
     """
 
-    _waiting_since_s: float | None = None
+    waiting_since_s: float | None = None
     """Time since which a request is expected; None: one is being handled."""
     _blocked_since_s: float | None = None
     """Time since which the response cannot be sent."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._waiting_since_s = self.loop.time()
-        waiting = [each for each in self.connections if isinstance(each, _Protocol) and each.waits]
+        self.waiting_since_s = self.loop.time()
+        waiting = [each for each in self.connections if isinstance(each, _Protocol) and each.is_waiting]
         if len(waiting) > MAX_WAITING:
-            min(waiting, key=lambda each: each._waiting_since_s or 0.0).transport.abort()
+            min(waiting, key=lambda each: each.waiting_since_s or 0.0).transport.abort()
         self._timer = self.loop.call_later(IDLE_S / 4, self._close_if_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -330,19 +330,19 @@ class _Protocol(H11Protocol):
         super().resume_writing()
 
     def on_response_complete(self) -> None:
-        self._waiting_since_s = self.loop.time()
+        self.waiting_since_s = self.loop.time()
         super().on_response_complete()
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether no request is being handled."""
         return self.cycle is None or self.cycle.response_complete
 
     def _close_if_idle(self) -> None:
-        if not self.waits:
-            self._waiting_since_s = None
+        if not self.is_waiting:
+            self.waiting_since_s = None
         oldest_s = min(
-            (each for each in (self._waiting_since_s, self._blocked_since_s) if each is not None),
+            (each for each in (self.waiting_since_s, self._blocked_since_s) if each is not None),
             default=self.loop.time(),
         )
         if self.loop.time() - oldest_s > IDLE_S:

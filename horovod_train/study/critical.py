@@ -53,6 +53,7 @@ class Branching:
         """Raise UserError if branches do not fit in the training of a job."""
         ends = {
             "train.max_steps": job.train.max_steps is not None,
+            "train.stop_at_step": job.train.stop_at_step is not None,
             "evaluation.early_stopping": job.evaluation.early_stopping is not None,
         }
         if found := [path for path, is_set in ends.items() if is_set]:
@@ -62,15 +63,15 @@ class Branching:
             )
         if not 0 < self.length_epochs < math.inf:
             raise UserError(f"--branch-length {self.length_epochs:g} must be a number of epochs above 0")
-        if job.train.epochs == 1:
+        if job.train.most_epochs == 1:
             raise UserError(
                 "--critical-batch: the job has one epoch, and branches begin after one",
                 hint="use --set train.epochs",
             )
-        if not self.epochs or max(self.epochs) + self.length_epochs > job.train.epochs:
+        if not self.epochs or max(self.epochs) + self.length_epochs > job.train.most_epochs:
             raise UserError(
                 f"branches of {self.length_epochs:g} epochs cannot begin after {max(self.epochs, default=0)} "
-                f"epochs of {job.train.epochs}",
+                f"epochs of {job.train.most_epochs}",
                 hint="use --branch-epochs with earlier epochs, or a shorter --branch-length",
             )
         if self.multiples[0] != 1 or list(self.multiples) != sorted(set(self.multiples)):
@@ -107,11 +108,13 @@ def measure(study: Study, job: Job, branching: Branching, report: Callable[[str]
         UserError: The base or a branch fails, or its evaluation has no loss.
     """
     branching.check(job)
-    base = _trial(job, study.folder, BASE, {"checkpoint.keep_last": job.train.epochs + 1})
+    base = _trial(job, study.folder, BASE, {"checkpoint.keep_last": job.train.most_epochs + 1})
     for multiple in branching.multiples:  # refuses a batch that the scaling rule does not support
         _trial(job, study.folder, BASE, _sizes(base.global_batch_size * multiple))
     if study.result_of(base) is None:
-        report(f"training {BASE}: {job.train.epochs} epochs at a global batch of {base.global_batch_size}")
+        report(
+            f"training {BASE}: {job.train.most_epochs} epochs at a global batch of {base.global_batch_size}"
+        )
         study.results[BASE] = run_trial(study, base, report)
         study.save()
     if study.results[BASE].problem:
@@ -151,7 +154,7 @@ def _train_branch(
     settings = {
         "train.seed": seed,
         **_sizes(batch),
-        "train.max_steps": progress["step"] + max(1, round(num_samples / batch)),
+        "train.stop_at_step": progress["step"] + max(1, round(num_samples / batch)),
         "checkpoint.resume": "required",
     }
     trial = _trial(job, study.folder, f"critical-e{epoch}-b{batch}-s{seed}", settings)

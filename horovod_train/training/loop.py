@@ -72,7 +72,7 @@ def train_epoch(run: Run) -> Action | None:
 
 
 def begin(run: Run) -> None:
-    """Call ``on_start`` of all hooks.
+    """Let schedules end with the job, and call ``on_start`` of all hooks.
 
     Raises:
         UserError: The job uses an evaluation metric, and the task has no evaluation data.
@@ -81,6 +81,15 @@ def begin(run: Run) -> None:
         raise UserError(
             f"{', '.join(wanted_metrics(run))}: the task has no evaluation data", hint="give it eval_data()"
         )
+    if not run.policy.scaled.follows_gain and not run.is_open_ended:
+        run.policy = run.policy.ending_at(run.planned_end()[1])
+        if run.world.rank == 0 and run.policy.warmup_epochs > run.policy.total_epochs:
+            log.warning(
+                "the learning rate does not reach its peak: the warm-up has %.3g epochs, and train.max_steps "
+                "ends the job after %.3g",
+                run.policy.warmup_epochs,
+                run.policy.total_epochs,
+            )
     for hook in run.hooks:
         hook.on_start(run)
 
@@ -197,7 +206,7 @@ def evaluates_next(run: Run) -> bool:
     if run.eval_reader is None:
         return False
     completed = run.progress.epoch + 1
-    return completed % run.job.evaluation.every_epochs == 0 or completed == run.job.train.epochs
+    return completed % run.job.evaluation.every_epochs == 0 or completed == run.num_epochs
 
 
 def evaluate(run: Run) -> dict[str, float]:

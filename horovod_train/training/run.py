@@ -101,8 +101,8 @@ class Run:
     def has_all_epochs(self) -> bool:
         """Whether the epochs of the job are complete; under AdaScale, its scale-invariant epochs."""
         if self.policy.scaled.follows_gain:
-            return self.progress.scaled_epochs >= self.job.train.epochs
-        return self.progress.epoch >= self.job.train.epochs
+            return self.progress.scaled_epochs >= self.job.train.most_epochs
+        return self.progress.epoch >= self.job.train.most_epochs
 
     @property
     def is_done(self) -> bool:
@@ -116,9 +116,11 @@ class Run:
 
     @property
     def num_steps_left(self) -> int | None:
-        """Steps until ``train.max_steps``; None: no limit."""
-        limit = self.job.train.max_steps
-        return None if limit is None else max(0, limit - self.progress.step)
+        """Steps until ``train.max_steps`` or ``train.stop_at_step``; None: no limit."""
+        limits = [
+            each for each in (self.job.train.max_steps, self.job.train.stop_at_step) if each is not None
+        ]
+        return max(0, min(limits) - self.progress.step) if limits else None
 
     @property
     def wants_norm(self) -> bool:
@@ -147,22 +149,37 @@ class Run:
         """Wait for the results of all steps, and pass them to hooks."""
         self.deliver(self.pending_steps.all())
 
+    @property
+    def num_epochs(self) -> int:
+        """Epochs that the job begins, if it is not stopped early."""
+        return min(self.job.train.most_epochs, math.ceil(self.policy.total_epochs))
+
     def planned_steps(self) -> int:
         """Return the step at which the job ends if it is not stopped early; 0: unknown."""
         if self.is_open_ended:
             return 0
         progress, train = self.progress, self.job.train
-        if self.policy.scaled.follows_gain:
-            left = max(0.0, train.epochs - progress.scaled_epochs)
-            total = progress.step + math.ceil(left / self.scaled_epochs_of(self.global_batch_size))
-        else:
-            total = progress.step + sum(map(self._steps_left_of, range(progress.epoch, train.epochs)))
+        if not self.policy.scaled.follows_gain:
+            return self.planned_end()[0]
+        left = max(0.0, train.most_epochs - progress.scaled_epochs)
+        total = progress.step + math.ceil(left / self.scaled_epochs_of(self.global_batch_size))
         return total if train.max_steps is None else min(total, max(train.max_steps, progress.step))
 
-    def _steps_left_of(self, epoch: int) -> int:
-        samples, size = self.progress.order.num_samples, self.global_batch_size
-        cursor = self.progress.cursor if epoch == self.progress.epoch else 0
-        warmup, count = self.job.train.batch_warmup, 0
-        while warmup is not None and epoch + cursor / samples < warmup.epochs and cursor < samples:
-            cursor, count = cursor + self.batch_size_at(epoch + cursor / samples), count + 1
-        return count + num_steps(samples, min(cursor, samples), size)
+    def planned_end(self) -> tuple[int, float]:
+        """Return the step and the epochs at which ``train.epochs`` or ``train.max_steps`` end the job."""
+        train, num_samples, size = self.job.train, self.progress.order.num_samples, self.global_batch_size
+        step, epoch, cursor = self.progress.step, self.progress.epoch, self.progress.cursor
+        last = math.inf if train.max_steps is None else train.max_steps
+        while epoch < train.most_epochs and step < last:
+            count = 1
+            size_now = self.batch_size_at(epoch + cursor / num_samples)
+            if size_now == size:
+                count = int(min(num_steps(num_samples, cursor, size), last - step))
+                whole = int(min(train.most_epochs - epoch, (last - step) // count)) if cursor == 0 else 0
+                if whole > 1:
+                    step, epoch = step + whole * count, epoch + whole
+                    continue
+            step, cursor = step + count, cursor + count * size_now
+            if cursor >= num_samples:
+                epoch, cursor = epoch + 1, 0
+        return step, epoch + cursor / num_samples

@@ -964,7 +964,9 @@ def test_a_token_of_two_lines_is_refused_and_not_shown():
 
 
 def test_values_of_numpy_are_numbers(client, launcher):
-    client.submit({**JOB, "run_dir": Path("runs")}, {"lr.base_lr": np.float32(0.25), "train.epochs": np.int64(3)})
+    client.submit(
+        {**JOB, "run_dir": Path("runs")}, {"lr.base_lr": np.float32(0.25), "train.epochs": np.int64(3)}
+    )
 
     (request,) = launcher.requests
     assert (request.job.lr.base_lr, request.job.train.epochs) == (0.25, 3)

@@ -12,7 +12,7 @@ from support.worlds import on_ranks
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.errors import NumericError, UserError
 from horovod_train.training.bridge import LoopBridge
-from horovod_train.training.loop import evaluate, train
+from horovod_train.training.loop import evaluate, rest_of_epoch, train
 
 
 def trained(size=1, task=Task, **job):
@@ -74,6 +74,28 @@ class TestSteps:
 
         rates = [report.lr for report in run.hooks[0].reports]
         assert rates == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.08, *[0.1] * 5])
+
+    @pytest.mark.parametrize("epochs", [None, 9])
+    def test_of_a_limit_alone_take_as_many_epochs_as_needed_and_the_schedule_ends_with_it(self, epochs):
+        lr = {"base_lr": 0.1, "scaling": "none", "decay": "cosine"}
+        (run,) = trained(train={"max_steps": 13, "epochs": epochs}, lr=lr)
+
+        assert (run.progress.step, run.progress.epoch, run.progress.cursor) == (13, 2, 6)
+        rates = [report.lr for report in run.hooks[0].reports]
+        assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 13)) for step in range(13)])
+
+    def test_until_a_stop_have_the_rates_of_the_whole_job(self):
+        lr = {"base_lr": 0.1, "scaling": "none", "decay": "cosine"}
+        (whole,), (run,) = trained(lr=lr), trained(lr=lr, train={"stop_at_step": 7})
+
+        rates = [[report.lr for report in each.hooks[0].reports] for each in (whole, run)]
+        assert rates[1] == rates[0][:7]
+        assert moments(run)[-1] == "end"
+
+    def test_behind_a_limit_within_the_warmup_are_reported(self, caplog):
+        trained(train={"max_steps": 3}, lr={"base_lr": 0.1, "scaling": "none", "warmup_epochs": 1})
+
+        assert "does not reach its peak: the warm-up has 1 epochs, and train.max_steps ends" in caplog.text
 
     def test_end_at_the_limit_also_in_mid_epoch(self):
         (run,) = trained(train={"max_steps": 7})
@@ -337,6 +359,24 @@ class TestThePlan:
         run.progress.epoch, run.progress.cursor, run.progress.step = epoch, cursor, step
 
         assert run.planned_steps() == expected
+
+    @pytest.mark.parametrize("batch", [1, 3, 4, 20])
+    @pytest.mark.parametrize("limit", [1, 5, 7, 10, 33, None])
+    @pytest.mark.parametrize("done", [0, 2, 4])
+    @pytest.mark.parametrize("warmup", [None, {"start": 1, "epochs": 1.3}])
+    def test_says_at_which_epoch_the_job_will_end(self, batch, limit, done, warmup):
+        run = made(
+            train={"max_steps": limit, "batch_size_per_rank": batch, "epochs": 4, "batch_warmup": warmup}
+        )
+        for _ in range(done):
+            if not run.is_done:
+                run.progress.advance(rest_of_epoch(run)[0].share.num_samples, 0.0)
+                if run.is_epoch_complete:
+                    run.progress.finish_epoch()
+        planned = run.planned_end()
+        train(run)
+
+        assert planned == (run.progress.step, pytest.approx(run.progress.epochs_passed))
 
     @pytest.mark.parametrize("batch", range(1, 12))
     @pytest.mark.parametrize("size", [1, 2])

@@ -14,8 +14,9 @@ from horovod_train.config.load import job_from
 from horovod_train.config.optimization import LearningRate, Plateau
 from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError, UserError
-from horovod_train.lr.arguments import ArgumentSchedules
 from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.lr.schedules import cosine_restarts
+from horovod_train.lr.schedules.base import Position
 from horovod_train.training.hooks.arguments import ScheduleArguments
 from horovod_train.training.loop import train
 from horovod_train.training.plateau import PlateauState, after_evaluation
@@ -63,6 +64,18 @@ def test_warm_restarts_are_those_of_pytorch(factor):
     found = rates(decay="cosine_restarts", restart_epochs=1.0, restart_factor=factor, end_factor=0.1)
 
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("restart", [0.1, 0.3, 0.7, 0.9, 1.1, 1.3])
+@pytest.mark.parametrize("warmup", [0.0, 0.3])
+@pytest.mark.parametrize("factor", [1, 2, 3])
+def test_each_cycle_begins_with_the_whole_rate_also_at_fractions_of_epochs(restart, warmup, factor):
+    lr = LearningRate(decay="cosine_restarts", restart_epochs=restart, restart_factor=factor)
+    begin = 0.0
+    for cycle in range(6):
+        at = round((warmup + begin) * 1000) / 1000  # samples of an epoch of 1000
+        assert cosine_restarts.factor(Position(at, warmup, 100.0), lr) == pytest.approx(1.0)
+        begin += restart * factor**cycle
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -198,7 +211,7 @@ class TestArguments:
         def rank(world):
             job = {"name": "x", "task": TASK, "optimizer": optimizer, "train": {"epochs": 2, "device": "cpu"}}
             _, run = run_of(world, job, **fields)
-            run.hooks.append(ScheduleArguments(ArgumentSchedules(run.job.optimizer.schedules, 2)))
+            run.hooks.append(ScheduleArguments())
             groups, step_of = [], run.replica.step
 
             def step(*args, **more):

@@ -166,7 +166,7 @@ class TransformersFramework(TorchBased):
             per_device_train_batch_size=job.train.batch_size_per_rank,
             per_device_eval_batch_size=job.evaluation.batch_size_per_rank or job.train.batch_size_per_rank,
             gradient_accumulation_steps=job.train.accumulation_steps,
-            num_train_epochs=job.train.epochs,
+            num_train_epochs=job.train.most_epochs,
             max_grad_norm=job.train.clip_grad_norm or 0.0,
             bf16=job.train.precision == "bf16",
             fp16=job.train.precision == "fp16",

@@ -5,9 +5,14 @@ Source: Loshchilov & Hutter, "SGDR: Stochastic Gradient Descent with Warm Restar
 
 from __future__ import annotations
 
+import math
+
 from horovod_train.config.optimization import LearningRate
 from horovod_train.lr.schedules.base import Position
 from horovod_train.lr.schedules.cosine import half_wave
+
+ROUNDING = 1e-9
+"""Relative error of the sum of fractions of epochs: a cycle begins even if it is missed by that much."""
 
 
 def factor(position: Position, lr: LearningRate) -> float:
@@ -20,8 +25,8 @@ def factor(position: Position, lr: LearningRate) -> float:
     length = lr.restart_epochs or position.total_epochs
     at = max(0.0, position.epochs - position.warmup_epochs)
     if lr.restart_factor == 1:
-        at %= length
-    while at >= length:
+        at -= math.floor(at / length + ROUNDING) * length
+    while at >= length * (1 - ROUNDING):
         at -= length
         length *= lr.restart_factor
-    return half_wave(at / length, lr.end_factor)
+    return half_wave(max(0.0, at / length), lr.end_factor)

@@ -11,17 +11,16 @@ from horovod_train.training.run import Run
 class ScheduleArguments(Hook):
     """Sets arguments of the optimizer before each step."""
 
-    def __init__(self, schedules: ArgumentSchedules) -> None:
-        self._schedules = schedules
+    _schedules: ArgumentSchedules
 
     @classmethod
     def of(cls, parts: HookParts) -> ScheduleArguments | None:
         """Return the hook; None: the job has no such schedules."""
-        schedules, epochs = parts.job.optimizer.schedules, parts.job.train.epochs
-        return cls(ArgumentSchedules(schedules, epochs)) if schedules else None
+        return cls() if parts.job.optimizer.schedules else None
 
     def on_start(self, run: Run) -> None:
         """Set the arguments of the first step."""
+        self._schedules = ArgumentSchedules(run.job.optimizer.schedules, run.policy.total_epochs)
         self.on_step(run)
 
     def on_step(self, run: Run) -> None:

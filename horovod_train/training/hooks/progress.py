@@ -88,8 +88,8 @@ class ReportProgress(Hook):
                 num_steps=self._num_steps,
                 epoch=int(report.epochs_passed)
                 if has_unknown_length
-                else min(int(report.epochs_passed), run.job.train.epochs - 1),
-                num_epochs=0 if has_unknown_length else run.job.train.epochs,
+                else min(int(report.epochs_passed), run.num_epochs - 1),
+                num_epochs=0 if has_unknown_length else run.num_epochs,
                 loss=report.outcome.loss,
                 lr=report.lr,
                 samples_per_s=samples_per_s,

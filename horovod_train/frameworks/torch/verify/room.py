@@ -64,7 +64,9 @@ def least_free_bytes(device: torch.device, world: Communicator) -> float:
     everyone = allgather_json(world, [world.host, free_bytes(device), usable_memory_bytes()])
     num_on_host = Counter(host for host, _, _ in everyone)
     is_on_host = device.type == "cpu"
-    return min(min(own, of_host / num_on_host[host]) if is_on_host else own for host, own, of_host in everyone)
+    return min(
+        min(own, of_host / num_on_host[host]) if is_on_host else own for host, own, of_host in everyone
+    )
 
 
 def free_bytes(device: torch.device) -> float:
