@@ -36,20 +36,23 @@ def advice_for(job: Job, num_ranks: int, folder: Path | None = None) -> str:
 def _advice(study: Study, table: StudyTable, same: list[Row], batch: int) -> str:
     """Return the advice for a global batch, given the rows of the job's own policy."""
     base, metric = table.base, table.metric
-    if base is None or batch <= base.first.global_batch_size or not same:
+    if base is None or batch <= base.first.global_batch_size:
         return ""
-    known = [row for row in table.rows if row.failed or table.difference(row) is not None]
     origin = f"a study of this job ({study.begun} UTC)"
-    largest = max(row.first.global_batch_size for row in same)
+    largest = max((row.first.global_batch_size for row in same), default=0)
     if batch > largest:
-        return (
-            f"{origin} has not examined a global batch of {batch} with this policy; its largest is {largest}"
+        policies = ", ".join(sorted({row.policy for row in table.rows}))
+        return f"{origin} has not examined " + (
+            f"a global batch of {batch} with this policy; its largest is {largest}"
+            if same
+            else f"this learning rate and optimizer; it has examined {policies}"
         )
+    known = [row for row in table.rows if row.results or row.failed]
     nearest = max(b for row in known if (b := row.first.global_batch_size) <= batch)
     at = [row for row in known if row.first.global_batch_size == nearest]
     own = next((row for row in at if row in same), None)
     if own is None or table.is_safe(own) is not False:
-        return ""
+        return f"{origin}{doubt}" if (doubt := _doubt(table, same, own, batch)) else ""
     if own.failed:
         num_seeds = len(own.failed) + len(own.results)
         return (
@@ -58,13 +61,36 @@ def _advice(study: Study, table: StudyTable, same: list[Row], batch: int) -> str
         )
     found = (
         f"{origin} has found {metric.name} {value_text(metric, own.value)} at a global batch of {nearest} "
-        f"with {own.policy}, and {value_text(metric, base.value)} at {base.first.global_batch_size}"
+        f"with {own.policy}, and {value_text(metric, base.value)} at {base.first.global_batch_size}: "
+        f"{table.reason(own)}"
     )
     better = table.best_of(row for row in at if row is not own and _is_advisable(table, row, own))
     if better is not None:
         return f"{found}; {better.policy} has {value_text(metric, better.value)} ({settings_text(better)})"
     safe = [row.first.global_batch_size for row in same if row is base or table.is_safe(row)]
     return f"{found}; the largest batch without a loss is {max(safe, default=base.first.global_batch_size)}"
+
+
+def _doubt(table: StudyTable, same: list[Row], own: Row | None, batch: int) -> str:
+    """Return what the study does not show about a batch; empty: there is nothing to doubt."""
+    base, metric = table.base, table.metric
+    assert base is not None
+    above = min((row for row in same if row.first.global_batch_size > batch), key=_batch, default=None)
+    is_between = own is None or _batch(own) != batch
+    if is_between and above is not None and table.is_safe(above) is False:
+        return f" has not examined a global batch of {batch}; at {_batch(above)}, it is worse"
+    difference = None if own is None else table.difference(own)
+    if own is None or own is base or difference is None or difference <= 0 or table.limit(own) is not None:
+        return ""
+    return (
+        f" has found {metric.name} {value_text(metric, own.value)} at a global batch of {_batch(own)} with "
+        f"{own.policy}, and {value_text(metric, base.value)} at {_batch(base)}; one seed does not show if "
+        "that is chance (study --seeds 3)"
+    )
+
+
+def _batch(row: Row) -> int:
+    return row.first.global_batch_size
 
 
 def _is_advisable(table: StudyTable, row: Row, own: Row) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean, stdev
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
+from horovod_train.study.evidence import Evidence, evidence
 from horovod_train.study.results import Result
 
 
@@ -92,20 +94,64 @@ class StudyTable:
         spreads = [each.spread for each in (row, self.base) if each is not None and each.spread is not None]
         return max(spreads) if spreads else None
 
-    def is_safe(self, row: Row) -> bool | None:
-        """Return whether a row is not worse than the base by more than the spread; None: unknown.
+    @cached_property
+    def _evidence(self) -> dict[tuple[str, int], Evidence]:
+        """Evidence that rows are worse than the base."""
+        if self.base is None:
+            return {}
+        metric = self.metric
+        measures = [(metric.name, -1 if metric.mode == "max" else 1, False)]
+        measures += [("loss", 1, True)] if metric.name != "loss" else []
+        found: dict[tuple[str, int], Evidence] = {}
+        for name, sign, is_loss in measures:
+            base = _values(self.base, name, sign)
+            known = {
+                (row.policy, row.num_ranks): values
+                for row in self.rows
+                if row is not self.base and len((values := _values(row, name, sign)).keys() & base.keys()) > 1
+            }
+            if known and all(map(math.isfinite, base.values())):
+                each = evidence(base, list(known.values()), len(measures), is_loss=is_loss)
+                found |= {key: e for key, e in zip(known, each, strict=True) if e is not None} | found
+        return found
 
-        A row with failed seeds is not safe.
+    def evidence_of(self, row: Row) -> Evidence | None:
+        """Return the evidence that a row is worse than the base; None: there is none, or it has one seed."""
+        return self._evidence.get((row.policy, row.num_ranks))
+
+    def is_safe(self, row: Row) -> bool | None:
+        """Return whether nothing shows that a row is worse than the base; None: one seed shows nothing.
+
+        A row with failed seeds is not safe, nor is one whose metric is not finite.
         """
-        if row.failed:
+        if row.failed or (row.results and row.value is None) or self.evidence_of(row) is not None:
             return False
-        difference, limit = self.difference(row), self.limit(row)
-        return None if difference is None or limit is None else difference <= limit
+        return None if self.difference(row) is None or self.limit(row) is None else True
+
+    def reason(self, row: Row) -> str:
+        """Return why a row is not safe, as a part of a sentence; empty: it is."""
+        if row.results and row.value is None:
+            return f"{self.metric.name} is missing or not finite for a seed"
+        found, base = self.evidence_of(row), self.base
+        if found is None or base is None:
+            return ""
+        name = "loss" if found.is_loss else self.metric.name
+        if found.seed is None:
+            return f"the mean {name} of the seeds is worse than by chance"
+        sign = -1 if self.metric.mode == "max" and not found.is_loss else 1
+        value = f"{sign * found.value:.4g}" if found.is_loss else value_text(self.metric, sign * found.value)
+        return f"seed {found.seed} has {name} {value}, far from those of {ranks_text(base.num_ranks)}"
 
     def best_of(self, rows: Iterable[Row]) -> Row | None:
         """Return the row with the best mean; None: no row has one. Rows with failed seeds do not count."""
         known = [row for row in rows if not row.failed and self.difference(row) is not None]
         return min(known, key=lambda row: self.difference(row) or 0.0, default=None)
+
+
+def _values(row: Row, name: str, sign: int) -> dict[int, float]:
+    """Return a metric by seed, with a sign so that larger is worse; NaN is infinitely bad."""
+    values = {each.seed: sign * each.metrics[name] for each in row.results if name in each.metrics}
+    return {seed: math.inf if math.isnan(value) else value for seed, value in values.items()}
 
 
 SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wer", "cer", "mse", "mae", "nll", "distance")
@@ -252,7 +298,6 @@ def verdicts(table: StudyTable) -> Iterator[str]:
     base, metric = table.base, table.metric
     if base is None:
         return
-    unit = " points" if metric.is_fraction else ""
     for row in table.rows:
         if row.failed:
             num_seeds = len(row.failed) + len(row.results)
@@ -260,23 +305,29 @@ def verdicts(table: StudyTable) -> Iterator[str]:
                 f"{ranks_text(row.num_ranks)}, {row.policy}: {len(row.failed)} of {num_seeds} seeds failed: "
                 f"{row.failed[0].problem}."
             )
-        difference, limit, safe = table.difference(row), table.limit(row), table.is_safe(row)
-        if row is base or difference is None or safe or (row.failed and difference <= 0):
-            continue
-        where = f"{ranks_text(row.num_ranks)}, {row.policy}: {metric.name} {value_text(metric, row.value)}"
-        worse = f"{value_text(metric, abs(difference), is_difference=True)}{unit}"
-        reference = f"{ranks_text(base.num_ranks)} ({value_text(metric, base.value)})"
-        if limit is None:
-            if not float(worse.removesuffix(unit)):
-                continue
-            order = "worse" if difference > 0 else "better"
-            yield f"{where} is {worse} {order} than {reference}; one seed does not show if that is chance."
-        elif difference > limit:
-            spread = value_text(metric, limit, is_difference=True)
-            beyond = f"more than the spread of the seeds ({spread}{unit})"
-            yield f"{where} is {worse} worse than {reference}, {beyond}."
+        if row is not base and (sentence := _comparison(table, base, row)):
+            yield sentence
     for num_ranks in sorted({row.num_ranks for row in table.rows} - {base.num_ranks}):
         rows = [row for row in table.rows if row.num_ranks == num_ranks]
         best = table.best_of(rows)
         if best is not None and len(rows) > 1:
             yield f"Best at {ranks_text(num_ranks)}: {best.policy}, {value_text(metric, best.value)}."
+
+
+def _comparison(table: StudyTable, base: Row, row: Row) -> str:
+    """Return a sentence for a row that is worse, or has one seed; empty: it is as good as the base."""
+    metric, difference, reason = table.metric, table.difference(row), table.reason(row)
+    where = f"{ranks_text(row.num_ranks)}, {row.policy}: "
+    if difference is None:
+        return f"{where}{reason}." if reason else ""
+    unit = " points" if metric.is_fraction else ""
+    size = value_text(metric, abs(difference), is_difference=True)
+    is_one_seed = table.limit(row) is None and float(size) != 0
+    if not reason and not is_one_seed:
+        return ""
+    return (
+        f"{where}{metric.name} {value_text(metric, row.value)} is {size}{unit} "
+        f"{'worse' if difference > 0 else 'better'} than {ranks_text(base.num_ranks)} "
+        f"({value_text(metric, base.value)})"
+        + (f": {reason}." if reason else "; one seed does not show if that is chance.")
+    )
