@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +31,12 @@ def optimizer_over(
         UserError: The optimizer is unknown, or its arguments are invalid.
     """
     scaling = ArgumentScaling.of(job, num_data_ranks)
-    groups = [
-        scaling.scaled(_with_list(group, job.lr.base_lr)) if isinstance(group, dict) else group
-        for group in parameters
-    ]
+
+    def converted(group: Mapping[str, Any]) -> dict[str, Any]:
+        return scaling.scaled(_with_list(group, job.lr.base_lr))
+
+    given = list(parameters)
+    groups = [converted(group) if isinstance(group, dict) else group for group in given]
 
     def make(factory: Callable[..., Any], args: Mapping[str, Any]) -> Any:
         fused = {"fused": True} if may_fuse and is_fused_by_default(factory, args, groups) else {}
@@ -49,7 +51,42 @@ def optimizer_over(
         if (own := float(group.get("lr", job.lr.base_lr)) / job.lr.base_lr) != 1.0:
             # Some optimizers scale the rate in the constructor. The schedule, which sets it, must do so too.
             group["lr_scale"] = own * group.get("lr_scale", 1.0)
+    if given and all(isinstance(group, dict) for group in given):
+        optimizer.groups_of_task = GroupsOfTask(given, converted)  # type: ignore[attr-defined]
     return optimizer
+
+
+class GroupsOfTask:
+    """Parameter groups as the task made them: if it changes a setting later, the optimizer's group follows.
+
+    PyTorch's optimizers use the dicts that they are given; those of a job have converted copies.
+
+    Args:
+        given: The task's groups.
+        converted: Returns the group of the optimizer for one of the task.
+    """
+
+    def __init__(
+        self, given: Sequence[dict[str, Any]], converted: Callable[[Mapping[str, Any]], dict[str, Any]]
+    ) -> None:
+        self._given, self._converted = given, converted
+        self._seen = [self._settings(group) for group in given]
+
+    def apply_to(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Set what the task has changed since the last call."""
+        for group, given, seen in zip(groups, self._given, self._seen, strict=True):
+            now = self._settings(given)
+            if all(value is seen.get(name) for name, value in now.items()):
+                continue
+            changed = {name: value for name, value in now.items() if value is not seen.get(name)}
+            if "lr" in changed and "lr_scale" in now:
+                changed["lr_scale"] = now["lr_scale"]
+            group.update({**self._converted({**changed, "params": []}), "params": group["params"]})
+            seen.update(now)
+
+    @staticmethod
+    def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in group.items() if name != "params"}
 
 
 def is_fused_by_default(factory: object, args: Mapping[str, Any], groups: Iterable[Any]) -> bool:
@@ -98,6 +135,9 @@ def explain_closure(error: Exception, job: Job) -> HorovodTrainError | None:
 
 def set_rates(optimizer: torch.optim.Optimizer, lr: float, rounded: Callable[[float], float]) -> None:
     """Set the learning rate of each group to ``lr`` times the group's ``lr_scale``, passed to ``rounded``."""
+    groups_of_task: GroupsOfTask | None = getattr(optimizer, "groups_of_task", None)
+    if groups_of_task is not None:
+        groups_of_task.apply_to(optimizer.param_groups)
     for group, rate in zip(optimizer.param_groups, rates_of_groups(optimizer, lr), strict=True):
         group["lr"] = rounded(rate)
 

@@ -270,7 +270,7 @@ class DeepSpeed(TorchDistributed):
         assert clip_grad_norm == self._job.train.clip_grad_norm, "differs from DeepSpeed's configuration"
         self._has_gradients = False
         for group, ours in zip(self._made.param_groups, self._optimizer.param_groups, strict=True):
-            group["lr"] = ours["lr"]
+            group.update({name: value for name, value in ours.items() if name != "params"})
         self._made.override_loss_scale(self._divisor)
         self._divisor = 1.0
         self._step()
