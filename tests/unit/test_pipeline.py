@@ -26,6 +26,7 @@ from horovod_train.frameworks.torch.strategies.pipeline.stand_ins import (
     inputs_of_call,
 )
 from horovod_train.frameworks.torch.strategies.pipeline.strategy import keep_only
+from horovod_train.frameworks.torch.strategies.pipeline.values_read import ValuesRead
 
 
 def simulated(schedule, num_ranks, num_chunks, num_micro_batches):
@@ -439,3 +440,66 @@ def test_a_stage_that_begins_with_a_script_module_is_refused_while_it_is_verifie
         drawing_by_stage(model, [None, ("1", 0)]),
     ):
         pytest.fail("hooks of a ScriptModule do not exist")
+
+
+class Settings:
+    def __init__(self):
+        self.tau, self.unread, self.name = 1.0, 0, "x"
+
+
+CURRICULUM = {"kl": 0.1, "unread": 0}
+LEVEL = 1
+
+
+def reading_model(settings, schedule):
+    """A model whose code between modules reads an object, a dict, global variables and a function."""
+    scales = [1.0, 2.0]
+
+    def scaled(value):
+        return value * schedule["beta"]
+
+    class Model(torch.nn.Module):
+        factor = 1.0
+
+        def __init__(self):
+            super().__init__()
+            self.layer, self.settings = torch.nn.Linear(2, 2), settings
+
+        def forward(self, x):
+            x = self.layer(x) / self.settings.tau * CURRICULUM["kl"] * LEVEL * self.factor
+            return scaled(x) * scales[1]
+
+    return Model(), Model, scales
+
+
+class TestValuesThatTheCodeReads:
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda model, each: setattr(each["settings"], "tau", 2.0), "settings.tau"),
+            (lambda model, each: each["schedule"].update(beta=3.0), "schedule['beta']"),
+            (lambda model, each: each["schedule"].clear(), "schedule['beta']"),
+            (lambda model, each: each["scales"].__setitem__(1, 5.0), "scales[1]"),
+            (lambda model, each: setattr(each["kind"], "factor", 3.0), "factor"),
+            (lambda model, each: CURRICULUM.update(kl=0.2), "CURRICULUM['kl']"),
+            (lambda model, each: globals().update(LEVEL=2), "LEVEL"),
+            (lambda model, each: model.register_forward_hook(print), "the hooks of the model"),
+            (lambda model, each: setattr(each["settings"], "unread", 7), None),
+            (lambda model, each: CURRICULUM.update(unread=7), None),
+            (lambda model, each: setattr(each["settings"], "tau", float("1.0")), None),
+            (lambda model, each: model.layer.register_forward_hook(print), None),
+        ],
+    )
+    def test_are_compared(self, change, says, monkeypatch):
+        monkeypatch.setitem(globals(), "CURRICULUM", dict(CURRICULUM))
+        monkeypatch.setitem(globals(), "LEVEL", 1)
+        settings, schedule = Settings(), {"beta": 0.5}
+        model, kind, scales = reading_model(settings, schedule)
+        values = ValuesRead({"": model})
+        assert values.changed() is None
+
+        change(model, {"settings": settings, "schedule": schedule, "scales": scales, "kind": kind})
+
+        found = values.changed()
+        assert (found is None) == (says is None)
+        assert says is None or says in found

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.torch_threads import Task, on_torch_ranks, run_of, weights_of
+from torch import nn
 
 from horovod_train.config.batches import batch_size_at, for_ranks
 from horovod_train.config.optimization import LearningRate
@@ -17,7 +18,7 @@ from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import UserError
 from horovod_train.frameworks.optimizers import ArgumentScaling
-from horovod_train.frameworks.torch.state.optimizer import optimizer_over
+from horovod_train.frameworks.torch.state.optimizer import optimizer_over, set_rates
 from horovod_train.lr.policy import LearningRatePolicy, policy_of_section
 from horovod_train.training.loop import train
 
@@ -329,3 +330,45 @@ def test_a_users_own_loop_has_no_measured_rules():
     with pytest.raises(UserError, match="depend on measurements of a job"):
         policy_of_section(LearningRate(scaling="adascale"), 32, 1)
     assert policy_of_section(LearningRate(scaling="legw"), 32, 1).at(0.5) == 0.01
+
+
+class TestGroupsOfTheTask:
+    def made(self, groups, **sections):
+        fields = {"name": "j", "task": "digits", "lr": {"base_lr": 0.1, "scaling": "none"}, **sections}
+        optimizer = optimizer_over(Job.model_validate(fields), groups, 1)
+        set_rates(optimizer, 0.1, float)
+        return optimizer
+
+    def test_are_followed_when_they_change(self):
+        groups = [{"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.5} for _ in range(2)]
+        optimizer = self.made(groups)
+        parameters = [list(group["params"]) for group in optimizer.param_groups]
+
+        groups[1]["weight_decay"] = 0.25
+        groups[1]["lr"] = 0.05
+        set_rates(optimizer, 0.2, float)
+
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.25]
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.1])
+        assert [group["params"] for group in optimizer.param_groups] == parameters
+        assert "lr_scale" not in groups[1]
+
+    def test_that_do_not_change_leave_what_a_schedule_or_a_checkpoint_has_set(self):
+        groups = [{"params": (p for p in [nn.Parameter(torch.ones(2))]), "momentum": 0.9}]
+        optimizer = self.made(groups)
+
+        optimizer.param_groups[0]["momentum"] = 0.5
+        set_rates(optimizer, 0.1, float)
+
+        assert optimizer.param_groups[0]["momentum"] == 0.5
+
+    def test_scale_with_the_batch_as_at_the_start(self):
+        groups = [{"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.1}]
+        lr = {"base_lr": 0.1, "scaling": "none", "scale_weight_decay": True, "reference_batch_size": 8}
+        optimizer = self.made(groups, optimizer={"name": "adamw"}, lr=lr)
+        assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.4)
+
+        groups[0]["weight_decay"] = 0.2
+        set_rates(optimizer, 0.1, float)
+
+        assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.8)

@@ -278,6 +278,7 @@ class TestAnOptimizer:
         make_steps()
         with pytest.raises(UserError, match=rf"LateLook cannot be .*its step computes {of}"):
             make_steps()
+        assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
     def test_that_cannot_be_tried_is_refused(self):
         optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])

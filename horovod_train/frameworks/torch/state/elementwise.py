@@ -75,15 +75,22 @@ def _watch(
     if type(optimizer) in KNOWN:
         return
     operations = _Operations(names)
-    num_steps = 0
+    num_steps = depth = 0  # PyTorch calls hooks also of the step of a base class, within that of its subclass
 
     def before(*_: object) -> None:
-        nonlocal num_steps
+        nonlocal num_steps, depth
+        depth += 1
+        if depth > 1:
+            return
         num_steps += 1
         if num_steps <= _WATCHED_STEPS or num_steps % _INTERVAL_STEPS == 0:
             operations.__enter__()
 
     def after(*_: object) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth:
+            return
         if operations.is_active:
             operations.__exit__(None, None, None)
         if operations.found:

@@ -14,6 +14,7 @@ from horovod_train.frameworks.torch.sizes.units import CONTAINERS, units_of
 from horovod_train.frameworks.torch.strategies.pipeline.lengths import VALUE
 from horovod_train.frameworks.torch.strategies.pipeline.stages import NUM_TIMED, Balance, Pieces, Stage
 from horovod_train.frameworks.torch.strategies.pipeline.trace import IS_RANDOM, plain_attributes, trace
+from horovod_train.frameworks.torch.strategies.pipeline.values_read import ValuesRead
 
 
 def graph_pieces(
@@ -189,7 +190,9 @@ class _Traced:
         self._graph = graph
         self._numbers = frozenset(numbers)
         self._names = list(names)
-        self._attributes = {name: plain_attributes(each) for name, each in self._opened()}
+        opened = dict(self._opened())
+        self._attributes = {name: plain_attributes(each) for name, each in opened.items()}
+        self._values = ValuesRead(opened)
 
     def _opened(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield the model and the opened modules that contain modules called in this stage, by name."""
@@ -213,6 +216,12 @@ class _Traced:
                     hint="keep it in a buffer, in a module inside of a stage, or give it to the "
                     "model as an input",
                 )
+
+        if (found := self._values.changed()) is not None:
+            raise UserError(
+                f"strategy pipeline: {found} since the model was split into stages, which do not follow it",
+                hint="let a module inside of a stage read it, or give it to the model as an input",
+            )
 
     def __call__(self, *crossing: Any, **inputs: Any) -> Any:
         self._check_attributes()
