@@ -25,6 +25,7 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
+from corpus import late  # noqa: E402
 from corpus.adapters import fits  # noqa: E402
 from corpus.base import Case  # noqa: E402
 from corpus.reference import BATCH_SIZE, EASY, EPOCHS, HARD, Settings, trained  # noqa: E402
@@ -182,7 +183,13 @@ def compared(
     }
 
 
-NO_CASES = {"jax_nets", "keras_nets", "mechanisms", "others", "shipped"}
+NO_CASES = {"jax_nets", "keras_nets", "late", "mechanisms", "others", "shipped"}
+
+
+def late_cases() -> dict[str, type[Case]]:
+    """Return the cases of behaviour that begins late, by name; they are not on the page."""
+    found = {name: each for name, each in vars(late).items() if name.startswith("Late")}
+    return {name: each for name, each in found.items() if each is not late.Late}
 
 
 def cases() -> dict[str, type[Case]]:
@@ -244,6 +251,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", default=["easy", "hard"])
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--share", default="0/1", help="of that part, where several processes train it")
+    parser.add_argument("--late", action="store_true", help="what begins late, and is not on the page")
     parser.add_argument("-v", action="store_true")
     options = parser.parse_args()
     import_what_ranks_need(options.strategy)
@@ -251,7 +259,7 @@ def main() -> None:
     share, num_shares = map(int, options.share.split("/"))
     pairs = [
         (name, case, strategy)
-        for name, case in cases().items()
+        for name, case in (late_cases() if options.late else cases()).items()
         for strategy in options.strategy
         if not (strategy == "tensor_parallel" and case.plan is None)
         if strategy not in LOOPS or fits(case)

@@ -31,6 +31,7 @@ REFUSED_AT_MOST = {
     "deepspeed": 0.25,
     "pipeline": 0.30,
 }
+LATE = ("allreduce", "zero", "fsdp", "deepspeed2", "deepspeed", "pipeline")
 pytestmark = pytest.mark.ranks
 
 
@@ -73,6 +74,15 @@ def test_a_thirtieth_of_the_models_is_trained_as_one_process_does_or_is_refused(
     assert len(results) >= 50
     assert not wrong(results)
     assert not refused_pairs(results) & trained_by(PAGE.read_text(), cases(), COLUMNS)
+
+
+def test_what_begins_late_is_trained_as_one_process_does_or_is_refused(tmp_path):
+    results = trained(tmp_path, "--late", "--strategy", *LATE, "--settings", "easy", at_once=2)
+
+    assert len(results) == 6 * len(LATE)
+    assert not wrong(results)
+    of_replicas = {key for key in results if key.split()[1] in ("allreduce", "zero")}
+    assert {key.split()[0] for key in of_replicas if results[key]["what"] == "refused"} == {"LateMaxNorm"}
 
 
 @pytest.mark.campaign

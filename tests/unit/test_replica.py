@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from functools import partial
 
@@ -24,6 +25,7 @@ from horovod_train.frameworks.torch.framework import (
     recompute_activations,
 )
 from horovod_train.frameworks.torch.step.replica import TorchReplica
+from horovod_train.frameworks.torch.step.weight_watch import Turns, WeightWatch
 from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, SingleRankStrategy
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -351,3 +353,55 @@ def test_a_parameter_that_comes_later_is_cleared_in_each_step():
     steps(made, 2)
 
     assert torch.equal(added.grad, torch.ones(2))
+
+
+class TestWritesToWeights:
+    def written(self, weights, watches, write):
+        for weight, watch in zip(weights, watches, strict=True):
+            watch.begin([weight])
+        write()
+        return [watch.end() is not None for watch in watches]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+    def test_are_noticed_by_their_count(self, dtype):
+        weight = nn.Parameter(torch.ones(4, dtype=dtype))
+        watch = WeightWatch(None)
+
+        def write():
+            with torch.no_grad():
+                weight[1].zero_()
+
+        assert self.written([weight], [watch], lambda: None) == [False]
+        assert self.written([weight], [watch], write) == [True]
+        assert self.written([weight], [watch], lambda: None) == [False]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+    def test_without_a_count_are_noticed_when_it_is_their_turn(self, dtype):
+        turns = Turns()
+        weights = [nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(3)]
+        watches = [WeightWatch(turns) for _ in weights]
+
+        found = [
+            self.written(weights, watches, lambda: weights[1].data.mul_(-1))[1]
+            for _ in range(len(weights) + 1)
+        ]
+
+        assert found.count(True) == 1
+
+    def test_each_has_its_turn(self):
+        turns = Turns()
+        weights = [nn.Parameter(torch.ones(4)) for _ in range(5)]
+        watches = [WeightWatch(turns) for _ in weights]
+
+        found = [
+            self.written(weights, watches, lambda: [each.data.add_(1) for each in weights]) for _ in range(6)
+        ]
+
+        assert [sum(row) for row in zip(*found, strict=True)] == [1] * 5
+        assert max(map(sum, found)) == 1
+
+    def test_that_only_change_nan_are_none(self):
+        weight = nn.Parameter(torch.full((3,), math.nan))
+        watch = WeightWatch(Turns())
+
+        assert not any(self.written([weight], [watch], lambda: None)[0] for _ in range(4))

@@ -47,6 +47,7 @@ from horovod_train.frameworks.torch.state.shards import (
     squares_of,
 )
 from horovod_train.frameworks.torch.state.unsharded import describe, move, unsharded_parameters
+from horovod_train.frameworks.torch.step.weight_watch import Turns, WeightWatch
 from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 
@@ -177,9 +178,10 @@ class Fsdp(TorchDistributed):
     def _set_up(self, model: torch.nn.Module, units: Sequence[FSDPModule]) -> None:
         self._paths = agree_on_paths(self._ranks, self._job.health)
         self._used: set[int] = set()  # ids of parameters that have had a gradient in this step
+        turns = Turns()
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                announce_collectives(module, name or "the model", self._paths, self._used)
+                announce_collectives(module, name or "the model", self._paths, self._used, turns)
         model.register_forward_pre_hook(lambda *_: self._begin_evaluation(), prepend=True)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -278,15 +280,21 @@ class Fsdp(TorchDistributed):
         return squares.sqrt()[0]
 
 
-def announce_collectives(module: FSDPModule, name: str, paths: PathAgreement, used: set[int]) -> None:
+def announce_collectives(
+    module: FSDPModule, name: str, paths: PathAgreement, used: set[int], turns: Turns
+) -> None:
     """Record a unit's forward and backward passes in the path comparison, before their collectives.
 
-    The ``id`` of each parameter with a gradient is added to ``used``.
+    The ``id`` of each parameter with a gradient is added to ``used``. Forward passes that write weights are
+    refused.
     """
     groups: Any = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001  (no public API)
     for group in groups:
-        group.pre_forward = _announced(group.pre_forward, f"the forward pass of {name}", paths)
-        group.post_forward = _unchanged(group.post_forward, group, name)
+        watch = WeightWatch(turns)
+        group.pre_forward = _watched(
+            _announced(group.pre_forward, f"the forward pass of {name}", paths), group, watch
+        )
+        group.post_forward = _unchanged(group.post_forward, watch, name)
         group.pre_backward = _announced(group.pre_backward, f"the backward pass of {name}", paths)
         group.post_backward = _recording_used(
             _announced(group.post_backward, f"the gradient of {name}", paths), group, used
@@ -301,22 +309,28 @@ def _announced(method: Callable[..., Any], event: str, paths: PathAgreement) -> 
     return call
 
 
-def _unchanged(method: Callable[..., Any], group: Any, name: str) -> Callable[..., Any]:
-    """Refuse a forward pass that changes gathered weights in place, because resharding drops the change."""
-    versions: dict[int, int] = {}
+def _watched(method: Callable[..., Any], group: Any, watch: WeightWatch) -> Callable[..., Any]:
+    """Record the weights of a unit after ``method`` has gathered them."""
 
     def call(*args: Any, **more: Any) -> Any:
-        for each in group.fsdp_params:
-            weight = getattr(each, "_unsharded_param", None)
-            if weight is None:
-                continue
-            if weight._version != versions.setdefault(id(weight), weight._version):  # noqa: SLF001
-                raise UserError(
-                    f"strategy fsdp: the forward pass of {name} changes a weight of shape "
-                    f"{list(weight.shape)} in place, "
-                    "and the change is lost when the unit is resharded",
-                    hint="use strategy: allreduce; Embedding(max_norm=...), for example, changes its weight",
-                )
+        result = method(*args, **more)
+        gathered = (getattr(each, "_unsharded_param", None) for each in group.fsdp_params)
+        watch.begin(weight for weight in gathered if weight is not None)
+        return result
+
+    return call
+
+
+def _unchanged(method: Callable[..., Any], watch: WeightWatch, name: str) -> Callable[..., Any]:
+    """Refuse a forward pass that changes gathered weights in place, because resharding drops the change."""
+
+    def call(*args: Any, **more: Any) -> Any:
+        if (weight := watch.end()) is not None:
+            raise UserError(
+                f"strategy fsdp: the forward pass of {name} changes a weight of shape {list(weight.shape)} "
+                "in place, and the change is lost when the unit is resharded",
+                hint="use strategy: allreduce; Embedding(max_norm=...), for example, changes its weight",
+            )
         return method(*args, **more)
 
     return call

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,12 +29,14 @@ import torch
 from horovod_train.checkpoint.arrays import Part
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError, translated
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model
 from horovod_train.frameworks.torch.comm.process_group import agree_on_paths
 from horovod_train.frameworks.torch.state.elementwise import check_elementwise
 from horovod_train.frameworks.torch.state.local_tensors import LocalTensor, OptimizedParameter
 from horovod_train.frameworks.torch.state.optimizer import clone_optimizer
+from horovod_train.frameworks.torch.step.weight_watch import Turns, WeightWatch
 from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement
 from horovod_train.frameworks.torch.strategies.deepspeed.flat_state import FlatState
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
@@ -142,6 +145,8 @@ class DeepSpeed(TorchDistributed):
         self._made = made
         if self._stage == 3:
             self._announce_gathers(model)
+        turns = None if self._stage == 3 else Turns()  # its weights have no content between modules
+        self._weights = [(p, WeightWatch(turns)) for p in model.parameters() if p.requires_grad]
         self._flat = FlatState(model, made, names, self._stage, self._data.rank)
         self._bytes_once = BYTES_OF_WEIGHT * self._num_parameters
 
@@ -149,9 +154,14 @@ class DeepSpeed(TorchDistributed):
         self._paths.event(event)
 
     def _announce_gathers(self, model: torch.nn.Module) -> None:
-        """Record each module's passes in the path comparison, before DeepSpeed gathers its weights."""
+        """Record each module's passes in the path comparison, before DeepSpeed gathers its weights.
+
+        Forward passes that write weights are refused.
+        """
         coordinator = self._made.parameter_offload.get_param_coordinator()
-        fetch = coordinator.fetch_sub_module
+        fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
+        turns = Turns()
+        watches = defaultdict[int, WeightWatch](lambda: WeightWatch(turns))
         names = {id(module): name or "the model" for name, module in model.named_modules()}
 
         def fetch_announced(module: torch.nn.Module, forward: bool) -> None:
@@ -159,7 +169,15 @@ class DeepSpeed(TorchDistributed):
             self._paths.event(f"the {kind} pass of {names.get(id(module), type(module).__name__)}")
             fetch(module, forward)
 
-        coordinator.fetch_sub_module = fetch_announced
+            if forward:
+                watches[id(module)].begin(module.parameters(recurse=False))
+
+        def release_unchanged(module: torch.nn.Module, forward: bool = False) -> None:
+            if forward and (weight := watches[id(module)].end()) is not None:
+                raise _written(f"the forward pass of {names.get(id(module), type(module).__name__)}", weight)
+            release(module, forward)
+
+        coordinator.fetch_sub_module, coordinator.release_sub_module = fetch_announced, release_unchanged
         model.register_forward_pre_hook(lambda *_: self._begin_evaluation(), prepend=True)
 
     def _begin_evaluation(self) -> None:
@@ -237,6 +255,11 @@ class DeepSpeed(TorchDistributed):
 
     # -- one step
 
+    def begin(self, step: PlannedStep) -> None:
+        """Record weights, which only DeepSpeed may write."""
+        for weights, watch in self._weights:
+            watch.begin([weights])
+
     def set_requires_sync(self, *, is_last: bool) -> None:
         """Prepare for a pass; DeepSpeed reduces gradients after the last pass of this step."""
         self._is_last = is_last
@@ -269,6 +292,9 @@ class DeepSpeed(TorchDistributed):
         """Perform the update, which DeepSpeed skips if the gradient is not finite; return the norm."""
         assert clip_grad_norm == self._job.train.clip_grad_norm, "differs from DeepSpeed's configuration"
         self._has_gradients = False
+        for _, watch in self._weights:
+            if (weight := watch.end()) is not None:
+                raise _written("the task or the model", weight)
         for group, ours in zip(self._made.param_groups, self._optimizer.param_groups, strict=True):
             group.update({name: value for name, value in ours.items() if name != "params"})
         self._made.override_loss_scale(self._divisor)
@@ -385,3 +411,12 @@ def set_variable(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
+
+
+def _written(what: str, weight: torch.Tensor) -> UserError:
+    shape = list(getattr(weight, "ds_shape", weight.shape))
+    return UserError(
+        f"strategy deepspeed: {what} changes a weight of shape {shape} "
+        "in place, and DeepSpeed overwrites the change with its own copy of the weights",
+        hint="use strategy: allreduce or zero; Embedding(max_norm=...), for example, changes its weight",
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, translated
 from horovod_train.frameworks.torch.strategies.pipeline.messages import Messages, Route, Tensors
 from horovod_train.frameworks.torch.strategies.pipeline.orders import Pass
 from horovod_train.frameworks.torch.strategies.pipeline.stages import Stage
@@ -152,7 +152,8 @@ class PipelinePasses:
             and (gradient is not None or self._place.is_last(each.chunk))
         ]
         if pairs:
-            torch.autograd.backward([one for one, _ in pairs], [other for _, other in pairs])
+            with translated(_written_in_between):
+                torch.autograd.backward([one for one, _ in pairs], [other for _, other in pairs])
         self._lap("backward")
         if not self._place.is_first(each.chunk):
             route = self._place.route("gradients", each.chunk, each.micro_batch, to_next=False)
@@ -189,3 +190,14 @@ def _check_can_cross(results: Sequence[object], route: Route) -> None:
                 "tensors can be sent to the next stage",
                 hint="let parts of pipeline_parts(model) return a tensor or a tuple of tensors",
             )
+
+
+def _written_in_between(error: Exception) -> UserError | None:
+    """Return the refusal of weights that are written between a forward and its backward pass."""
+    if "modified by an inplace operation" not in str(error):
+        return None
+    return UserError(
+        "strategy pipeline: weights are changed in place while gradients of another micro-batch are "
+        f"computed: {error}",
+        hint="use strategy: allreduce or zero; the usual place for it is the task's after_update(model)",
+    )

@@ -1,0 +1,85 @@
+"""Notices writes to weights where a strategy would lose them.
+
+PyTorch counts writes to a tensor, but not those through ``.data``. Comparing contents costs as much as
+reading them. Therefore counts are compared each time, and the content of one group of weights in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""Type in which the elements of a size are summed up in int64, without overflow."""
+
+
+class Turns:
+    """Decides whose turn it is: of ``count`` groups that ask one after the other, each time another one.
+
+    Attributes:
+        count: Number of groups.
+    """
+
+    def __init__(self) -> None:
+        self.count = self._num_calls = 0
+
+    def take(self) -> bool:
+        """Return whether it is the turn of the group that asks."""
+        self._num_calls += 1
+        return self._num_calls % (self.count + 1) == 0
+
+
+class WeightWatch:
+    """Compares weights at two times.
+
+    Args:
+        turns: Shared by all groups of weights of a model, among which this is one more; None: only counts of
+            writes are compared.
+    """
+
+    def __init__(self, turns: Turns | None) -> None:
+        self._turns = turns
+        if turns is not None:
+            turns.count += 1
+        self._before: list[tuple[torch.Tensor, int]] = []
+        self._content: torch.Tensor | None = None
+        self._pending: torch.Tensor | None = None
+
+    def begin(self, weights: Iterable[torch.Tensor]) -> None:
+        """Record the weights as they are."""
+        self._before = [(weight, weight._version) for weight in weights]  # noqa: SLF001  (no public API)
+        is_turn = bool(self._before) and self._turns is not None and self._turns.take()
+        self._content = checksum([weight for weight, _ in self._before]) if is_turn else None
+
+    def end(self) -> torch.Tensor | None:
+        """Return a weight that was written since ``begin``; None: none was.
+
+        On a GPU, a difference of contents is found at a later call, because nothing waits for the GPU.
+        """
+        before, self._before = self._before, []
+        for weight, version in before:
+            if weight._version != version:  # noqa: SLF001
+                return weight
+        is_found = self._pending is not None and bool(self._pending)
+        if self._content is not None:
+            differs = (checksum([weight for weight, _ in before]) != self._content).any()
+            if differs.is_cuda:
+                self._pending = torch.zeros((), dtype=torch.bool, pin_memory=True)
+                self._pending.copy_(differs, non_blocking=True)
+            else:
+                is_found = bool(differs)
+        return before[0][0] if before and is_found else None
+
+
+@torch.no_grad()
+def checksum(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the bits of each weight, and the bits of its sum, int64, shape [2, weights].
+
+    In one of them alone, changes may cancel each other, such as those of signs.
+    """
+    flat = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in weights]
+    flat = [each.detach().reshape(-1) for each in flat]
+    bits = torch.stack([each.view(INTEGERS[each.element_size()]).sum() for each in flat])
+    sums = torch.stack([each.sum(dtype=torch.float64) for each in flat])
+    return torch.stack([bits, sums.view(torch.int64)])
