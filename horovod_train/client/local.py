@@ -12,7 +12,6 @@ from horovod_train.client.tails import FileTail, OutputTail, Tail
 from horovod_train.config.load import job_from, load_job, plain_values
 from horovod_train.config.schema import Job
 from horovod_train.config.shipped import job_file
-from horovod_train.errors import ConfigError, Problem
 from horovod_train.events.file import EVENTS_FILE, Record, read_events
 from horovod_train.events.series import Series, series_of
 from horovod_train.events.types import Summary
@@ -161,10 +160,7 @@ def described(
     settings = plain_values(overrides or {})
     if isinstance(job, str | Path):
         return load_job(job_file(str(job)), settings=settings, origin=ORIGIN)
-    try:
-        tree = job.model_dump(mode="json") if isinstance(job, Job) else plain_values(job)
-    except RecursionError:
-        raise ConfigError("the job", [Problem("(the job)", "", "is nested too deeply")]) from None
+    tree = job.model_dump(mode="json") if isinstance(job, Job) else plain_values(job)
     return job_from(tree, folder, "the job", environ={}, settings=settings, origin=ORIGIN)
 
 

@@ -40,6 +40,8 @@ PAUSE_S = 1.0
 LONG_POLL_S = 30.0
 MIN_RESPONSE_S, MAX_RESPONSE_S = 1.0, 60.0
 """Time that a response may take; within these limits, what is left of ``patience_s``."""
+SUBMIT_S = 30.0
+"""Time that a launcher may take to accept a job."""
 STREAM_TIMEOUT_S = 60.0
 """The server sends a comment at least every 15 s while a stream is open."""
 
@@ -142,7 +144,7 @@ class Client:
             },
         }
         headers = {"Idempotency-Key": quote(key or uuid.uuid4().hex, safe=" ")}
-        return JobHandle(RemoteJob(self, self.request("POST", "/jobs", body, headers)))
+        return JobHandle(RemoteJob(self, self.request("POST", "/jobs", body, headers, takes_s=SUBMIT_S)))
 
     def jobs(
         self, *, state: Iterable[str] = (), name: str | None = None, launcher: str | None = None

@@ -146,13 +146,20 @@ def changed(job: Job, settings: Mapping[str, object], source: str) -> Job:
 
 
 def plain_values(given: Mapping[str, object]) -> Tree:
-    """Return a copy with those types that JSON has: numbers and arrays of NumPy, and paths, are converted."""
-    return {name: _plain(value) for name, value in given.items()}
+    """Return a copy with those types that JSON has: numbers and arrays of NumPy, and paths, are converted.
+
+    Raises:
+        ConfigError: The values are nested too deeply.
+    """
+    try:
+        return {name: _plain(value) for name, value in given.items()}
+    except RecursionError:
+        raise ConfigError("the job", [Problem("(the job)", "", "is nested too deeply")]) from None
 
 
 def _plain(value: object) -> Any:
     if isinstance(value, Mapping):
-        return plain_values(value)
+        return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Path):

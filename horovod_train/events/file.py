@@ -9,12 +9,11 @@ parse the whole file, so that the number of its lines is limited, too.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from time import time
+from time import monotonic, time
 
 from horovod_train import __version__
 from horovod_train.events.thinning import places_to_keep
@@ -25,6 +24,8 @@ EVENTS_FILE = "events.jsonl"
 FORMAT_VERSION = 1
 MAX_BYTES = 16 * 2**20
 MAX_LINES = 20_000
+RETRY_S = 60.0
+"""Time after which a file is thinned out again if that failed, as on a full disk."""
 MAX_UNIX_S = 1 << 40
 
 
@@ -74,6 +75,7 @@ class EventsFile:
         self._log = LogFile(path, self._note_problem, self._describe_loss)
         self._size_bytes, self._num_lines = _size_of(path)
         self._lock = Lock()
+        self._next_try_s = 0.0
         self._problem = ""
         self._problems: set[str] = set()
 
@@ -112,6 +114,8 @@ class EventsFile:
         if len(line) >= self._max_bytes // 2:
             self._problem = f"{self._path.name} is incomplete: an event has {len(line)} bytes"
             return False
+        if monotonic() < self._next_try_s:
+            return False
         self._log.close()
         try:
             # A damaged file may contain bytes that are not ASCII; they are retained, escaped.
@@ -120,6 +124,7 @@ class EventsFile:
             write_atomic(self._path, "".join(f"{line}\n" for line in lines))
         except OSError as error:
             self._problem = f"{self._path.name} is incomplete: {error.strerror}"
+            self._next_try_s = monotonic() + RETRY_S
             return False
         self._size_bytes, self._num_lines = sum(len(line) + 1 for line in lines), len(lines)
         return self._size_bytes <= self._max_bytes // 2
@@ -141,31 +146,43 @@ class _Line:
             fields = json.loads(text)
             kind, position, values = fields["kind"], fields["time_unix_s"], dict[str, float | None]()
             if kind == Progress.kind:
-                position = fields["step"]
-                series = {name: fields[name] for name in ("loss", "lr", "samples_per_s")} | fields["numbers"]
-                values = {name: None if value is None else float(value) for name, value in series.items()}
+                position, numbers = fields["step"], fields.get("numbers") or {}
+                values = {name: fields.get(name) for name in ("loss", "lr", "samples_per_s")} | numbers
             # The ranks of a large job are reported by several events.
             return cls(text, f"{kind} {fields.get('first_rank', '')}", float(position), values)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls(text, "", 0.0, {})
 
 
 def thinned(texts: Sequence[str], max_bytes: int, max_lines: int = MAX_LINES) -> list[str]:
-    """Thin out lines of the most frequent kind to one half, repeatedly, until the lines are few enough.
+    """Thin out lines of the most frequent kinds to one half, repeatedly, until the lines are few enough.
 
     The first and last lines of a kind are retained as long as there are others of that kind.
     """
     lines = [_Line.of(text) for text in texts]
-    while lines and (len(lines) > max_lines or sum(len(line.text) + 1 for line in lines) > max_bytes):
-        most, _ = Counter(line.kind for line in lines).most_common(1)[0]
-        places = [place for place, line in enumerate(lines) if line.kind == most]
-        kept = places[1:]
-        if len(places) > 2:
-            positions, values = [lines[i].position for i in places], [lines[i].values for i in places]
-            kept = [places[i] for i in places_to_keep(positions, values, max(2, len(places) // 2))]
-        dropped = set(places).difference(kept)
-        lines = [line for place, line in enumerate(lines) if place not in dropped]
-    return [line.text for line in lines]
+    places_of: dict[str, list[int]] = {}
+    for place, line in enumerate(lines):
+        places_of.setdefault(line.kind, []).append(place)
+    num_lines, num_bytes = len(lines), sum(len(line.text) + 1 for line in lines)
+    while places_of and (num_lines > max_lines or num_bytes > max_bytes):
+        most = max(map(len, places_of.values()))
+        for kind in [kind for kind, places in places_of.items() if len(places) == most]:
+            if num_lines <= max_lines and num_bytes <= max_bytes:
+                break
+            before = places_of.pop(kind)
+            if kept := _half(lines, before):
+                places_of[kind] = kept
+            num_lines -= len(before) - len(kept)
+            num_bytes -= sum(len(lines[i].text) + 1 for i in set(before).difference(kept))
+    return [lines[place].text for place in sorted(place for places in places_of.values() for place in places)]
+
+
+def _half(lines: Sequence[_Line], places: list[int]) -> list[int]:
+    """Return half of the places of lines of one kind; none of one place."""
+    if len(places) <= 2:
+        return places[1:]
+    positions, values = [lines[i].position for i in places], [lines[i].values for i in places]
+    return [places[i] for i in places_to_keep(positions, values, max(2, len(places) // 2))]
 
 
 def _size_of(path: Path) -> tuple[int, int]:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PER_OCTAVE = 8
 """Number of intervals in which a position doubles, near the start; curves of training bend there."""
 VISIBLE = 0.01
 """Fraction of a curve's range that can be seen."""
+MAX_SERIES = 8
+"""Number of series whose extremes are kept: the first ones."""
+MAX_POSITION = 2.0**53
 
 
 def places_to_keep(
@@ -20,74 +27,85 @@ def places_to_keep(
     The axis is divided into intervals of equal width, with narrower ones near 0. Each keeps its first point
     and, of each series, the smallest and the largest value, and both ends of its largest rise and fall. The
     width is the smallest power of two for which the points are few enough: if a curve that was thinned before
-    is continued and thinned again, old and new parts have the same resolution.
+    is continued and thinned again, old and new parts have the same resolution. If intervals are of no use, as
+    after a clock that was wrong, every n-th point is kept.
 
     Args:
         positions: Position of each point on the axis. Where it decreases, another curve begins.
         values: Values of each point by series; None and numbers that are not finite are omitted.
         max_points: Largest number of points.
     """
-    kept = list(range(len(positions)))
-    if len(kept) <= max_points:
-        return kept
-    visible = {name: VISIBLE * (high - low) for name, (low, high) in _ranges(values).items()}
-    span = (max(positions) - min(positions)) or 1.0
+    if len(positions) <= max_points:
+        return list(range(len(positions)))
+    import numpy as np
+
+    at = np.array([_valid(position) for position in positions])
+    series = [_as_array(values, name) for name in _names(values)]
+    kept = np.arange(len(at))
+    span = float(np.ptp(at)) or 1.0
     width = 2.0 ** math.floor(math.log2(span / max_points))
     while len(kept) > max_points and width <= 2 * span:
-        chosen = {kept[-1]}
-        for interval in _intervals(kept, positions, width):
-            chosen.update(_to_keep(interval, kept, values, visible))
-        kept, width = [place for place in kept if place in chosen], 2 * width
-    while len(kept) > max_points:  # very many short curves
-        kept = [*kept[:-1:2], kept[-1]] if max_points > 1 and len(kept) > 2 else kept[-max_points:]
-    return kept
+        kept = kept[_chosen(at[kept], [(each[kept], limit) for each, limit in series], width)]
+        width *= 2
+    if len(kept) > max_points or 4 * len(kept) < max_points:
+        every = -(-(len(at) - 1) // max(1, max_points - 1))
+        kept = np.array([*range(0, len(at) - 1, every), len(at) - 1][-max_points:])
+    return [int(place) for place in kept]
 
 
-def _ranges(values: Sequence[Mapping[str, float | None]]) -> dict[str, tuple[float, float]]:
-    """Return the smallest and the largest value of each series."""
-    found: dict[str, tuple[float, float]] = {}
-    for each in values:
-        for name, value in each.items():
-            if value is not None and math.isfinite(value):
-                low, high = found.get(name, (value, value))
-                found[name] = min(low, value), max(high, value)
-    return found
+def _valid(position: float) -> float:
+    """Return a position as a finite number; a damaged file may contain any."""
+    if not -MAX_POSITION <= position <= MAX_POSITION:  # also for NaN
+        return MAX_POSITION if position > 0 else 0.0
+    return float(position)
 
 
-def _intervals(kept: Sequence[int], positions: Sequence[float], width: float) -> Iterator[range]:
-    """Yield the numbers of the kept places in each interval."""
-    start = 0
-    ids = [_interval_of(positions[place], width) for place in kept]
-    for number, (place, following) in enumerate(pairwise(kept), 1):
-        if ids[number] != ids[number - 1] or positions[following] < positions[place]:
-            yield range(start, number)
-            start = number
-    yield range(start, len(kept))
+def _names(values: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
+    """Yield the names of the first series."""
+    return islice(dict.fromkeys(name for each in values for name in each), MAX_SERIES)
 
 
-def _interval_of(position: float, width: float) -> tuple[float, float]:
-    """Return width and number of the interval; intervals of a larger width consist of whole ones."""
-    narrow = min(width, 2.0 ** math.floor(math.log2(max(position, 1.0) / PER_OCTAVE)))
-    return narrow, position // narrow
+def _as_array(values: Sequence[Mapping[str, float | None]], name: str) -> tuple[np.ndarray, float]:
+    """Return a series, NaN where it has no finite value, and the size of a change that can be seen."""
+    import numpy as np
+
+    found = np.array([math.nan if (value := each.get(name)) is None else _finite(value) for each in values])
+    return found, VISIBLE * float(np.nanmax(found) - np.nanmin(found)) if np.isfinite(found).any() else 0.0
 
 
-def _to_keep(
-    interval: range,
-    kept: Sequence[int],
-    values: Sequence[Mapping[str, float | None]],
-    visible: Mapping[str, float],
-) -> Iterator[int]:
-    yield kept[interval.start]
-    for name, limit in visible.items():
-        finite = [
-            (value, number)
-            for number in range(max(0, interval.start - 1), interval.stop)
-            if (value := values[kept[number]].get(name)) is not None and math.isfinite(value)
-        ]
-        inner = [each for each in finite if each[1] in interval]
-        if inner:
-            yield from (kept[number] for _, number in (min(inner), max(inner)))
-        jumps = [(after[0] - before[0], before[1], after[1]) for before, after in pairwise(finite)]
-        for jump, before, after in (min(jumps), max(jumps)) if jumps else ():
-            if abs(jump) > limit:
-                yield from (kept[before], kept[after])
+def _finite(value: float) -> float:
+    return float(value) if -1e300 < value < 1e300 else math.nan
+
+
+def _chosen(at: np.ndarray, series: Sequence[tuple[np.ndarray, float]], width: float) -> np.ndarray:
+    """Return whether each point is kept, for intervals of a width."""
+    import numpy as np
+
+    # Intervals of a larger width consist of whole ones.
+    narrow = np.minimum(width, 2.0 ** np.floor(np.log2(np.maximum(at, 1.0) / PER_OCTAVE)))
+    number = at // narrow
+    begins = np.ones(len(at), bool)
+    begins[1:] = (number[1:] != number[:-1]) | (narrow[1:] != narrow[:-1]) | (at[1:] < at[:-1])
+    interval = np.cumsum(begins)
+    chosen = begins.copy()
+    chosen[-1] = True
+    for found, limit in series:
+        chosen[_extremes(found, interval)] = True
+        jumps = np.full(len(found), math.nan)
+        jumps[1:] = np.diff(found)
+        jumps[np.abs(jumps) <= limit] = math.nan
+        after = _extremes(jumps, interval)
+        chosen[after] = chosen[after - 1] = True
+    return chosen
+
+
+def _extremes(found: np.ndarray, interval: np.ndarray) -> np.ndarray:
+    """Return the places of the smallest and the largest value of each interval that has values."""
+    import numpy as np
+
+    places = np.flatnonzero(np.isfinite(found))
+    if not len(places):
+        return places
+    order = places[np.lexsort((found[places], interval[places]))]
+    begins = np.flatnonzero(np.diff(interval[order], prepend=-1))
+    return np.concatenate([order[begins], order[np.append(begins[1:], len(order)) - 1]])

@@ -314,7 +314,9 @@ class _Protocol(H11Protocol):
         self.waiting_since_s = self.loop.time()
         waiting = [each for each in self.connections if isinstance(each, _Protocol) and each.is_waiting]
         if len(waiting) > MAX_WAITING:
-            min(waiting, key=lambda each: each.waiting_since_s or 0.0).transport.abort()
+            waiting.sort(key=lambda each: each.waiting_since_s or 0.0)
+            for each in waiting[:-MAX_WAITING]:
+                each.transport.abort()
         self._timer = self.loop.call_later(IDLE_S / 4, self._close_if_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -335,7 +337,9 @@ class _Protocol(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is being handled."""
+        """Whether no request is being handled, and no response is being sent."""
+        if self.transport.is_closing() or self.transport.get_write_buffer_size():
+            return False
         return self.cycle is None or self.cycle.response_complete
 
     def _close_if_idle(self) -> None:

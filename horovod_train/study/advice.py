@@ -80,7 +80,9 @@ def _doubt(table: StudyTable, same: list[Row], own: Row | None, batch: int) -> s
     if is_between and above is not None and table.is_safe(above) is False:
         return f" has not examined a global batch of {batch}; at {_batch(above)}, it is worse"
     difference = None if own is None else table.difference(own)
-    if own is None or own is base or difference is None or difference <= 0 or table.limit(own) is not None:
+    if own is None or own is base or difference is None or difference <= 0 or table.is_tested(own):
+        return ""
+    if value_text(metric, own.value) == value_text(metric, base.value):
         return ""
     return (
         f" has found {metric.name} {value_text(metric, own.value)} at a global batch of {_batch(own)} with "
@@ -98,7 +100,9 @@ def _is_advisable(table: StudyTable, row: Row, own: Row) -> bool:
     limit, ours, theirs = table.limit(row), table.difference(own), table.difference(row)
     if table.is_safe(row):
         return True
-    return limit is not None and ours is not None and theirs is not None and ours - theirs > limit
+    if table.is_safe(row) is None or limit is None or ours is None or theirs is None:
+        return False
+    return ours - theirs > limit
 
 
 def settings_text(row: Row) -> str:

@@ -70,13 +70,18 @@ def _of_row(
     differences = [[each[seed] - base[seed] for seed in each.keys() & base.keys()] for each in rows]
     own, typical = differences[number], _typical(differences)
     deviation = math.sqrt(max(variance(own), typical.variance, floor) / len(own))
-    if upper_tail(fmean(own) / deviation, typical.dof) < level:
+    if upper_tail(_ratio(fmean(own), deviation), typical.dof) < level:
         return Evidence(None, fmean(row.values()), is_loss)
     others = _typical([list(each.values()) for each in (base, *rows[:number], *rows[number + 1 :])])
     deviation = math.sqrt(max(others.variance, floor) * (1 + 1 / len(base)))
-    if len(row) * upper_tail((worst - center) / deviation, others.dof) < level:
+    if len(row) * upper_tail(_ratio(worst - center, deviation), others.dof) < level:
         return Evidence(seed, worst, is_loss)
     return None
+
+
+def _ratio(difference: float, deviation: float) -> float:
+    """Return Student's t; without any deviation, each difference is certain."""
+    return difference / deviation if deviation else math.inf * difference if difference else 0.0
 
 
 @dataclass(frozen=True)

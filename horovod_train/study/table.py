@@ -104,13 +104,13 @@ class StudyTable:
         measures += [("loss", 1, True)] if metric.name != "loss" else []
         found: dict[tuple[str, int], Evidence] = {}
         for name, sign, is_loss in measures:
-            base = _values(self.base, name, sign)
+            base = {s: value for s, value in _values(self.base, name, sign).items() if math.isfinite(value)}
             known = {
                 (row.policy, row.num_ranks): values
                 for row in self.rows
                 if row is not self.base and len((values := _values(row, name, sign)).keys() & base.keys()) > 1
             }
-            if known and all(map(math.isfinite, base.values())):
+            if known:
                 each = evidence(base, list(known.values()), len(measures), is_loss=is_loss)
                 found |= {key: e for key, e in zip(known, each, strict=True) if e is not None} | found
         return found
@@ -126,7 +126,14 @@ class StudyTable:
         """
         if row.failed or (row.results and row.value is None) or self.evidence_of(row) is not None:
             return False
-        return None if self.difference(row) is None or self.limit(row) is None else True
+        return True if self.is_tested(row) else None
+
+    def is_tested(self, row: Row) -> bool:
+        """Whether a row has at least two seeds of the base, with which it can be compared."""
+        if self.base is None or self.difference(row) is None:
+            return False
+        seeds = [{each.seed for each in some.results} for some in (row, self.base)]
+        return len(seeds[0] & seeds[1]) > 1
 
     def reason(self, row: Row) -> str:
         """Return why a row is not safe, as a part of a sentence; empty: it is."""
@@ -149,11 +156,18 @@ class StudyTable:
 
 
 def _values(row: Row, name: str, sign: int) -> dict[int, float]:
-    """Return a metric by seed, with a sign so that larger is worse; NaN is infinitely bad."""
+    """Return a metric by seed, with a sign so that larger is worse; what is not finite is infinitely bad.
+
+    Other values are limited, so that their squares are finite.
+    """
     values = {each.seed: sign * each.metrics[name] for each in row.results if name in each.metrics}
-    return {seed: math.inf if math.isnan(value) else value for seed, value in values.items()}
+    return {
+        seed: min(max(value, -MAX_VALUE), MAX_VALUE) if math.isfinite(value) else math.inf
+        for seed, value in values.items()
+    }
 
 
+MAX_VALUE = 1e100
 SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wer", "cer", "mse", "mae", "nll", "distance")
 LARGER_IS_BETTER = ("acc", "f1", "auc", "precision", "recall", "bleu", "iou", "map", "score", "reward")
 
@@ -215,7 +229,7 @@ def _row(num_ranks: int, policy: str, results: Sequence[Result], metric: Metric)
         failed=tuple(result for result in results if result.problem),
         value=fmean(values) if values and len(values) == len(done) else None,
         spread=stdev(values) if len(values) > 1 else None,
-        loss=fmean(losses) if losses else None,
+        loss=sum(losses) / len(losses) if losses else None,
         seconds=fmean(times) if times else None,
     )
 
@@ -322,7 +336,7 @@ def _comparison(table: StudyTable, base: Row, row: Row) -> str:
         return f"{where}{reason}." if reason else ""
     unit = " points" if metric.is_fraction else ""
     size = value_text(metric, abs(difference), is_difference=True)
-    is_one_seed = table.limit(row) is None and float(size) != 0
+    is_one_seed = not table.is_tested(row) and float(size) != 0
     if not reason and not is_one_seed:
         return ""
     return (

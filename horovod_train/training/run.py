@@ -170,6 +170,8 @@ class Run:
         train, num_samples, size = self.job.train, self.progress.order.num_samples, self.global_batch_size
         step, epoch, cursor = self.progress.step, self.progress.epoch, self.progress.cursor
         last = math.inf if train.max_steps is None else train.max_steps
+        if cursor >= num_samples:  # a checkpoint of the last step of an epoch
+            epoch, cursor = epoch + 1, 0
         while epoch < train.most_epochs and step < last:
             count = 1
             size_now = self.batch_size_at(epoch + cursor / num_samples)

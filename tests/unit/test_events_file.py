@@ -290,6 +290,50 @@ def test_a_second_start_counts_the_lines_of_the_first(tmp_path):
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) <= 100
 
 
+@pytest.mark.parametrize(
+    "outlier",
+    [2**53, -(10**15), 10**400, math.inf, math.nan],
+    ids=["large", "negative", "huge", "inf", "nan"],
+)
+def test_one_wrong_position_costs_no_curve(outlier):
+    positions = [*range(2_000), outlier]
+
+    kept = places_to_keep(positions, [{"loss": 1.0}] * 2_001, 1_000)
+
+    assert 250 <= len(kept) <= 1_000
+    assert max(b - a for a, b in itertools.pairwise(kept)) < 20
+
+
+def test_a_curve_without_positions_is_thinned_evenly():
+    kept = places_to_keep([7] * 2_000, [{}] * 2_000, 1_000)
+
+    assert len(kept) >= 500
+
+
+def test_odd_lines_are_thinned_like_others(tmp_path):
+    path = tmp_path / "events.jsonl"
+    old = '{"time_unix_s": 1.0, "rank": 0, "kind": "progress", "step": %d, "loss": 1.0}'
+    odd = [
+        '{"kind": "progress", "time_unix_s": 1, "step": 1e400}',
+        f'{{"kind": "x", "time_unix_s": {10**400}}}',
+    ]
+    path.write_text("".join(f"{line}\n" for line in [*odd, *(old % step for step in range(200))]))
+
+    file = EventsFile(path, max_lines=150)
+    file.write(progress(201), 0)
+    file.close()
+
+    lines = path.read_text().splitlines()
+    assert 20 < len(lines) <= 150
+    assert sum('"rank": 0' in line for line in lines) > 15
+
+
+def test_many_kinds_are_thinned_in_one_go(tmp_path):
+    lines = [f'{{"kind": "rank_times", "first_rank": {rank}, "time_unix_s": 1}}' for rank in range(5_000)] * 3
+
+    assert 4_000 < len(thinned(lines, 2**30, 7_000)) <= 7_000
+
+
 @pytest.mark.parametrize("num_points", [0, 1, 2, 3, 100])
 @pytest.mark.parametrize("max_points", [1, 2, 3, 10])
 def test_a_curve_of_any_length_keeps_its_ends(num_points, max_points):

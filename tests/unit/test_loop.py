@@ -352,6 +352,8 @@ class TestThePlan:
             (0, 0, 0, 7, 7),
             (0, 0, 0, 70, 10),
             (1, 0, 5, 3, 5),
+            (0, 10, 5, None, 10),
+            (0, 10, 5, 7, 7),
         ],
     )
     def test_says_at_which_step_the_job_will_end(self, epoch, cursor, step, limit, expected):

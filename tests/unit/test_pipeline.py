@@ -503,3 +503,36 @@ class TestValuesThatTheCodeReads:
         found = values.changed()
         assert (found is None) == (says is None)
         assert says is None or says in found
+
+    def test_are_those_of_methods_of_objects_and_of_replaced_ones(self):
+        class Ramp:
+            def __init__(self):
+                self.num, self.sum = 0, 0.0
+
+            def value(self):
+                return min(1.0, self.num / 100)
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.ramp, self.weights, self.act = Ramp(), (1.0, 2.0), torch.relu
+                self.meter = Ramp()
+
+            def forward(self, x):
+                return self.act(x.sum(1)) * self.ramp.value() * self.weights[0]
+
+            def loss(self, x):  # not called by forward
+                self.meter.sum += float(x)
+
+        def changed(change):
+            model = Model()
+            values = ValuesRead({"": model})
+            change(model)
+            return values.changed()
+
+        assert "ramp.num" in changed(lambda model: setattr(model.ramp, "num", 1))
+        assert "ramp" in changed(lambda model: setattr(model, "ramp", Ramp()))
+        assert "weights" in changed(lambda model: setattr(model, "weights", (3.0, 2.0)))
+        assert "act" in changed(lambda model: setattr(model, "act", torch.tanh))
+        assert changed(lambda model: model.loss(torch.ones(()))) is None
+        assert changed(lambda model: setattr(model.meter, "num", 3)) is None

@@ -353,6 +353,16 @@ class TestGroupsOfTheTask:
         assert [group["params"] for group in optimizer.param_groups] == parameters
         assert "lr_scale" not in groups[1]
 
+    def test_may_be_fewer_than_those_of_the_optimizer(self):
+        groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": 0.01, "lr_scale": 0.5}]
+        optimizer = self.made(groups)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+        groups[0]["lr_scale"] = 0.25
+        set_rates(optimizer, 0.1, float)
+
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0025, 0.1])
+
     def test_that_do_not_change_leave_what_a_schedule_or_a_checkpoint_has_set(self):
         groups = [{"params": (p for p in [nn.Parameter(torch.ones(2))]), "momentum": 0.9}]
         optimizer = self.made(groups)

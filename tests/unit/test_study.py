@@ -486,6 +486,46 @@ class TestEvidence:
         assert table.is_safe(table.rows[1]) is False
         assert "loss" in table.reason(table.rows[1])
 
+    @pytest.mark.parametrize(
+        ("base", "row"),
+        [
+            ({0: 0.98, 1: 0.97, 2: 0.98}, {0: 0.1}),
+            ({0: 0.98}, {0: 0.1, 1: 0.1}),
+            ({0: 0.9, 1: 0.9}, {2: 0.1, 3: 0.1}),
+        ],
+    )
+    def test_of_seeds_that_are_not_those_of_the_base_is_missing(self, base, row):
+        results = [result(seed=seed, accuracy=each) for seed, each in base.items()]
+        results += [result(ranks=8, seed=seed, accuracy=each) for seed, each in row.items()]
+        table = table_of(results, ACCURACY)
+
+        assert table.is_safe(table.rows[1]) is None
+        (sentence,) = verdicts(table)
+        assert "does not show if that is chance" in sentence
+
+    @pytest.mark.parametrize(
+        ("accuracies", "losses", "is_safe"),
+        [
+            ([0.0] * 3, [0.0] * 3, True),
+            ([0.5] * 3, [0.0] * 3, True),
+            ([0.0] * 3, [1e200, 0.1, 0.1], False),
+            ([0.0] * 3, [math.inf, 0.1, 0.1], False),
+            ([0.0] * 3, [math.inf, -math.inf, 0.1], False),
+        ],
+    )
+    def test_of_odd_numbers(self, accuracies, losses, is_safe):
+        table = study_of(("linear", 1, [0.0] * 3, [0.0] * 3), ("linear", 8, accuracies, losses))
+
+        assert table.is_safe(table.rows[1]) is is_safe
+        assert isinstance(list(verdicts(table)), list)
+
+    def test_of_a_base_with_a_loss_that_is_not_finite_uses_its_other_seeds(self):
+        table = study_of(
+            ("linear", 1, [0.9] * 3, [1.0, 1.1, math.nan]), ("linear", 8, [0.9] * 3, [50.0, 50.0, 50.0])
+        )
+
+        assert table.is_safe(table.rows[1]) is False
+
     def test_finds_a_metric_that_is_not_finite(self):
         table = study_of(self.BASE, ("linear", 8, [*self.BASE[2][:4], math.nan], self.BASE[3]))
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from support.waiting import wait_until
 
 from horovod_train.cli.cmd_serve import page_addresses
 from horovod_train.cli.main import cli
@@ -221,6 +222,31 @@ def test_the_oldest_of_many_connections_without_a_request_is_closed(runs, monkey
         for connection in silent:
             connection.close()
         server.close()
+
+
+def test_many_connections_at_once_are_closed_down_to_the_limit(runs, monkeypatch):
+    monkeypatch.setattr(web_module, "MAX_WAITING", 20)
+    server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN)
+    silent = [socket.socket() for _ in range(200)]
+    try:
+        for connection in silent:
+            connection.setblocking(False)
+            connection.connect_ex(("127.0.0.1", server.port))
+        wait_until(lambda: sum(is_open(connection) for connection in silent) <= 20, 10)
+        assert ask(server.port, "/page/jobs", **KNOWN)[0] == 200
+    finally:
+        for connection in silent:
+            connection.close()
+        server.close()
+
+
+def is_open(connection):
+    try:
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 @pytest.fixture

@@ -56,6 +56,9 @@ def optimizer_over(
     return optimizer
 
 
+PLAIN_SETTINGS = (bool, int, float, str, tuple)
+
+
 class GroupsOfTask:
     """Parameter groups as the task made them: if it changes a setting later, the optimizer's group follows.
 
@@ -73,15 +76,19 @@ class GroupsOfTask:
         self._seen = [self._settings(group) for group in given]
 
     def apply_to(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Set what the task has changed since the last call."""
-        for group, given, seen in zip(groups, self._given, self._seen, strict=True):
+        """Set what the task has changed since the last call, in those groups that it has made."""
+        for group, given, seen in zip(groups, self._given, self._seen, strict=False):
             now = self._settings(given)
             if all(value is seen.get(name) for name, value in now.items()):
                 continue
-            changed = {name: value for name, value in now.items() if value is not seen.get(name)}
-            if "lr" in changed and "lr_scale" in now:
-                changed["lr_scale"] = now["lr_scale"]
-            group.update({**self._converted({**changed, "params": []}), "params": group["params"]})
+            before, after = (self._converted({**each, "params": []}) for each in (seen, now))
+            for name, value in after.items():
+                old = before.get(name)
+                if name == "params" or value is old or (isinstance(value, PLAIN_SETTINGS) and value == old):
+                    continue
+                if name == "lr_scale" and old:  # relative to what the constructor may have scaled
+                    value = group.get("lr_scale", 1.0) * value / old  # noqa: PLW2901
+                group[name] = value
             seen.update(now)
 
     @staticmethod

@@ -12,22 +12,19 @@ import torch
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 """Type in which the elements of a size are summed up in int64, without overflow."""
+CHUNK = 2**20
+"""Elements that are summed up at once: a sum in a wider type first copies them."""
 
 
 class Turns:
-    """Decides whose turn it is: of ``count`` groups that ask one after the other, each time another one.
+    """Gives each group of weights of a model its turn.
 
     Attributes:
         count: Number of groups.
     """
 
     def __init__(self) -> None:
-        self.count = self._num_calls = 0
-
-    def take(self) -> bool:
-        """Return whether it is the turn of the group that asks."""
-        self._num_calls += 1
-        return self._num_calls % (self.count + 1) == 0
+        self.count = 0
 
 
 class WeightWatch:
@@ -40,8 +37,8 @@ class WeightWatch:
 
     def __init__(self, turns: Turns | None) -> None:
         self._turns = turns
-        if turns is not None:
-            turns.count += 1
+        self._number: int | None = None
+        self._num_begun = 0
         self._before: list[tuple[torch.Tensor, int]] = []
         self._content: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
@@ -49,8 +46,18 @@ class WeightWatch:
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """Record the weights as they are."""
         self._before = [(weight, weight._version) for weight in weights]  # noqa: SLF001  (no public API)
-        is_turn = bool(self._before) and self._turns is not None and self._turns.take()
+        is_turn = bool(self._before) and self._is_turn()
         self._content = checksum([weight for weight, _ in self._before]) if is_turn else None
+
+    def _is_turn(self) -> bool:
+        """Return whether this group's content is compared: once in as many times as there are groups."""
+        if self._turns is None:
+            return False
+        if self._number is None:
+            self._number = self._turns.count
+            self._turns.count += 1
+        self._num_begun += 1
+        return (self._num_begun + self._number) % self._turns.count == 0
 
     def end(self) -> torch.Tensor | None:
         """Return a weight that was written since ``begin``; None: none was.
@@ -78,8 +85,12 @@ def checksum(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
     In one of them alone, changes may cancel each other, such as those of signs.
     """
-    flat = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in weights]
-    flat = [each.detach().reshape(-1) for each in flat]
-    bits = torch.stack([each.view(INTEGERS[each.element_size()]).sum() for each in flat])
-    sums = torch.stack([each.sum(dtype=torch.float64) for each in flat])
+    device = weights[0].device
+    bits = torch.zeros(len(weights), dtype=torch.int64, device=device)
+    sums = torch.zeros(len(weights), dtype=torch.float64, device=device)
+    for number, each in enumerate(weights):
+        real = torch.view_as_real(each.resolve_conj()) if each.is_complex() else each
+        for chunk in torch.split(real.detach().reshape(-1), CHUNK):
+            bits[number] += chunk.contiguous().view(INTEGERS[chunk.element_size()]).sum()
+            sums[number] += chunk.sum(dtype=torch.float64)
     return torch.stack([bits, sums.view(torch.int64)])

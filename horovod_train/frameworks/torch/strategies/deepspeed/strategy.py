@@ -143,6 +143,7 @@ class DeepSpeed(TorchDistributed):
             )
         set_variable("LOCAL_RANK", str(device))
         self._made = made
+        self._settings = [dict(group) for group in optimizer.param_groups]
         if self._stage == 3:
             self._announce_gathers(model)
         turns = None if self._stage == 3 else Turns()  # its weights have no content between modules
@@ -295,8 +296,13 @@ class DeepSpeed(TorchDistributed):
         for _, watch in self._weights:
             if (weight := watch.end()) is not None:
                 raise _written("the task or the model", weight)
-        for group, ours in zip(self._made.param_groups, self._optimizer.param_groups, strict=True):
-            group.update({name: value for name, value in ours.items() if name != "params"})
+        groups = zip(self._made.param_groups, self._optimizer.param_groups, self._settings, strict=True)
+        for group, ours, before in groups:
+            # Optimizers keep state in their groups, too: only what has changed in ours is copied.
+            changed = {name: value for name, value in ours.items() if value is not before.get(name)}
+            changed.pop("params", None)
+            group.update(changed)
+            before.update(changed)
         self._made.override_loss_scale(self._divisor)
         self._divisor = 1.0
         self._step()
