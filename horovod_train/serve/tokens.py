@@ -14,8 +14,9 @@ import logging
 import os
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Literal, get_args
 
 from horovod_train.client.remote import API, TOKEN_VARIABLE
@@ -30,6 +31,9 @@ ROLES: tuple[Role, ...] = get_args(Role)
 SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "QUERY", "TRACE"}
 SUBMIT_PATH = f"{API}/jobs"
 MIN_CHARS = 16
+RATE_PER_S = 50.0
+BURST = 1000
+"""Requests of a token: ``RATE_PER_S`` on average, and at most ``BURST`` at once."""
 
 
 def role_needed(method: str, path: str) -> Role:
@@ -45,6 +49,24 @@ class AcceptedToken:
 
     role: Role
     number: int
+
+
+@dataclass
+class RateLimit:
+    """Rate limit of one access token (token-bucket algorithm)."""
+
+    left: float = BURST
+    updated_s: float = field(default_factory=monotonic)
+
+    def take(self) -> float:
+        """Count a request; return 0, or the seconds to wait before a retry."""
+        now_s = monotonic()
+        self.left = min(BURST, self.left + (now_s - self.updated_s) * RATE_PER_S)
+        self.updated_s = now_s
+        if self.left < 1:
+            return (1 - self.left) / RATE_PER_S
+        self.left -= 1
+        return 0.0
 
 
 class Tokens:

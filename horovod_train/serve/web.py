@@ -14,10 +14,9 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from time import monotonic
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -35,7 +34,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from horovod_train import __version__
 from horovod_train.client.remote import API
 from horovod_train.errors import UserError
-from horovod_train.serve.tokens import ROLES, SAFE_METHODS, SUBMIT_PATH, Tokens, role_needed
+from horovod_train.serve.tokens import ROLES, SAFE_METHODS, SUBMIT_PATH, RateLimit, Tokens, role_needed
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_SMALL_BODY_BYTES = 64 * 1024
@@ -46,10 +45,6 @@ IDLE_S = 30.0
 
 MAX_WAITING = 256
 """Connections without a request; with one more, the oldest of them is closed."""
-
-RATE_PER_S = 50.0
-BURST = 1000
-"""Requests of a token: ``RATE_PER_S`` on average, and at most ``BURST`` at once."""
 
 SECURITY_HEADERS = {
     "Cache-Control": "no-store",
@@ -70,24 +65,6 @@ class Tls:
 
     certificate: Path
     key: Path
-
-
-@dataclass
-class RateLimit:
-    """Rate limit of one access token (token-bucket algorithm)."""
-
-    left: float = BURST
-    updated_s: float = field(default_factory=monotonic)
-
-    def take(self) -> float:
-        """Count a request; return 0, or the seconds to wait before a retry."""
-        now_s = monotonic()
-        self.left = min(BURST, self.left + (now_s - self.updated_s) * RATE_PER_S)
-        self.updated_s = now_s
-        if self.left < 1:
-            return (1 - self.left) / RATE_PER_S
-        self.left -= 1
-        return 0.0
 
 
 class Refusal(Exception):  # noqa: N818  (part of the normal flow)

@@ -34,6 +34,7 @@ from horovod_train.events.types import Evaluation
 from horovod_train.launch import submit as submitting
 from horovod_train.launch.base import JobStatus
 from horovod_train.serve import api, streams, uploads, web
+from horovod_train.serve import tokens as tokens_module
 from horovod_train.serve.page import serve_page
 from horovod_train.serve.statuses import Statuses
 from horovod_train.serve.tokens import Tokens, read_tokens
@@ -828,8 +829,8 @@ class TestLimits:
         assert time.monotonic() - begun_s < 5
 
     def test_requests_of_a_token_are_limited_and_others_are_not_affected(self, port, monkeypatch):
-        monkeypatch.setattr(web, "RATE_PER_S", 0.001)
-        monkeypatch.setattr(web, "BURST", 3)
+        monkeypatch.setattr(tokens_module, "RATE_PER_S", 0.001)
+        monkeypatch.setattr(tokens_module, "BURST", 3)
 
         statuses = [ask(port, "/jobs", token=READ)[0] for _ in range(1010)][-10:]
 

@@ -449,8 +449,8 @@ class TestAStateOfAnotherHost:
         def refuse(*_args, **_options):
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(type(folder), "read_bytes", refuse)
-        monkeypatch.setattr(type(folder), "open", refuse)
+        monkeypatch.setattr("horovod_train.launch.jobs.read_regular", refuse)
+        monkeypatch.setattr("horovod_train.launch.jobs.open_regular", refuse)
 
         assert "cannot be read: Permission denied" in StateFile(folder).read().message
 

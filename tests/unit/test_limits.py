@@ -115,6 +115,7 @@ def test_few_places_catch_every_exception():
 
 
 LAZY_IMPORTS = {
+    "events/thinning.py": 1,  # NumPy, which clients do not need
     "frameworks/torch/comm/buckets.py": 1,  # DTensor takes long to import, and few models have one
     "frameworks/torch/comm/mpi.py": 1,  # importing mpi4py starts MPI
     "worker.py": 1,  # a script's rank must not import a framework before the script does
