@@ -62,12 +62,12 @@ def charts(job: Job, num_data_ranks: int) -> Iterator[str]:
         # schedule that counts no epochs, the curve does not.
         epochs = 1.0
         policy = policy.ending_at(epochs)
+    limit = f"train.max_steps: {train.max_steps}"
+    of_limit = f"if {limit} ends the job earlier, the schedule ends with it"
+    if is_by_steps:
+        of_limit = f"the schedule ends after {limit}, whichever part of an epoch that is"
     notes = [
-        f"the schedule ends after train.max_steps: {train.max_steps}, whichever part of an epoch that is"
-        if is_by_steps
-        else f"if train.max_steps: {train.max_steps} ends the job earlier, the schedule ends with it"
-        if train.max_steps is not None
-        else "",
+        of_limit if train.max_steps is not None else "",
         "the largest possible rate: AdaScale multiplies the base rate by the measured gain"
         if policy.scaled.follows_gain
         else "",

@@ -47,7 +47,7 @@ class WeightWatch:
         """Record the weights as they are."""
         self._before = [(weight, weight._version) for weight in weights]  # noqa: SLF001  (no public API)
         is_turn = bool(self._before) and self._is_turn()
-        self._content = checksum([weight for weight, _ in self._before]) if is_turn else None
+        self._content = content_sums([weight for weight, _ in self._before]) if is_turn else None
 
     def _is_turn(self) -> bool:
         """Return whether this group's content is compared: once in as many times as there are groups."""
@@ -70,7 +70,7 @@ class WeightWatch:
                 return weight
         is_found = self._pending is not None and bool(self._pending)
         if self._content is not None:
-            differs = (checksum([weight for weight, _ in before]) != self._content).any()
+            differs = (content_sums([weight for weight, _ in before]) != self._content).any()
             if differs.is_cuda:
                 self._pending = torch.zeros((), dtype=torch.bool, pin_memory=True)
                 self._pending.copy_(differs, non_blocking=True)
@@ -80,7 +80,7 @@ class WeightWatch:
 
 
 @torch.no_grad()
-def checksum(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def content_sums(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the bits of each weight, and the bits of its sum, int64, shape [2, weights].
 
     In one of them alone, changes may cancel each other, such as those of signs.

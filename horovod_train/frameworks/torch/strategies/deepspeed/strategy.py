@@ -165,17 +165,19 @@ class DeepSpeed(TorchDistributed):
         watches = defaultdict[int, WeightWatch](lambda: WeightWatch(turns))
         names = {id(module): name or "the model" for name, module in model.named_modules()}
 
-        def fetch_announced(module: torch.nn.Module, forward: bool) -> None:
+        def pass_of(module: torch.nn.Module, *, forward: bool) -> str:
             kind = "forward" if forward else "backward"
-            self._paths.event(f"the {kind} pass of {names.get(id(module), type(module).__name__)}")
-            fetch(module, forward)
+            return f"the {kind} pass of {names.get(id(module), type(module).__name__)}"
 
+        def fetch_announced(module: torch.nn.Module, forward: bool) -> None:
+            self._paths.event(pass_of(module, forward=forward))
+            fetch(module, forward)
             if forward:
                 watches[id(module)].begin(module.parameters(recurse=False))
 
         def release_unchanged(module: torch.nn.Module, forward: bool = False) -> None:
             if forward and (weight := watches[id(module)].end()) is not None:
-                raise _written(f"the forward pass of {names.get(id(module), type(module).__name__)}", weight)
+                raise _written(pass_of(module, forward=True), weight)
             release(module, forward)
 
         coordinator.fetch_sub_module, coordinator.release_sub_module = fetch_announced, release_unchanged
@@ -258,8 +260,8 @@ class DeepSpeed(TorchDistributed):
 
     def begin(self, step: PlannedStep) -> None:
         """Record weights, which only DeepSpeed may write."""
-        for weights, watch in self._weights:
-            watch.begin([weights])
+        for weight, watch in self._weights:
+            watch.begin([weight])
 
     def set_requires_sync(self, *, is_last: bool) -> None:
         """Prepare for a pass; DeepSpeed reduces gradients after the last pass of this step."""
@@ -294,20 +296,26 @@ class DeepSpeed(TorchDistributed):
         assert clip_grad_norm == self._job.train.clip_grad_norm, "differs from DeepSpeed's configuration"
         self._has_gradients = False
         for _, watch in self._weights:
-            if (weight := watch.end()) is not None:
-                raise _written("the task or the model", weight)
-        groups = zip(self._made.param_groups, self._optimizer.param_groups, self._settings, strict=True)
-        for group, ours, before in groups:
-            # Optimizers keep state in their groups, too: only what has changed in ours is copied.
-            changed = {name: value for name, value in ours.items() if value is not before.get(name)}
-            changed.pop("params", None)
-            group.update(changed)
-            before.update(changed)
+            if (written := watch.end()) is not None:
+                raise _written("the task or the model", written)
+        self._copy_settings()
         self._made.override_loss_scale(self._divisor)
         self._divisor = 1.0
         self._step()
         self._made.override_loss_scale(1.0)  # backward passes multiply the loss by it
         return math.inf if self._made.overflow else float(self._engine.get_global_grad_norm())
+
+    def _copy_settings(self) -> None:
+        """Copy what has changed in our groups, such as the rate; DeepSpeed's also contain optimizer state."""
+        groups = zip(self._made.param_groups, self._optimizer.param_groups, self._settings, strict=True)
+        for group, ours, before in groups:
+            changed = {
+                name: value
+                for name, value in ours.items()
+                if name != "params" and value is not before.get(name)
+            }
+            group.update(changed)
+            before.update(changed)
 
     def _step(self) -> None:
         """Let DeepSpeed perform or skip the update, and zero the gradients.

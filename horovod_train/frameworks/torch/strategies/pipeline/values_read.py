@@ -135,13 +135,13 @@ class ValuesRead:
         if id(function) in self._seen or _is_library(function):
             return
         self._seen.add(id(function))
-        code = function.__code__
-        self._names.add(code)
+        code, own = function.__code__, _Names()
+        own.add(code)
+        self._names.read |= own.read
+        self._names.called |= own.called
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if _has_content(cell):
                 self._add(name, cell, None, cell.cell_contents, depth)
-        own = _Names()
-        own.add(code)
         for word in own.read & function.__globals__.keys():
             self._add(str(word), function.__globals__, word, function.__globals__[str(word)], depth)
 
