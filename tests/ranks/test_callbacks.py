@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 
 import pytest
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment
+from support.once import once
 
 FRAMEWORKS = ["keras", "lightning", "transformers"]
 pytestmark = pytest.mark.ranks
@@ -18,7 +18,7 @@ in_frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 def found(tmp_path_factory):
     """What one process of each framework has found."""
 
-    @functools.cache
+    @once
     def run(framework):
         folder = tmp_path_factory.mktemp(framework)
         command = [str(BIN / "python"), str(PROGRAMS / "user_callbacks.py"), framework, str(folder)]

@@ -5,7 +5,6 @@ docs/models.md says which; a model that it says is trained must be.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import subprocess
@@ -17,6 +16,7 @@ from corpus.mechanisms import MECHANISMS
 from corpus.page import OTHERS_TITLE, title, trained_by
 from corpus.run import COLUMNS, STRATEGIES, cases
 from support.launching import environment
+from support.once import once
 
 RUN = Path(__file__).parent.parent / "corpus" / "run.py"
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
@@ -150,7 +150,7 @@ AT_HOME = ["ranks agree on the path", "weights that are changed by functional_ca
 def without_mechanisms(tmp_path_factory):
     """What became of models without one mechanism each, by its name; made when it is wanted."""
 
-    @functools.cache
+    @once
     def made(names):
         out = tmp_path_factory.mktemp("mechanisms") / "results.json"
         command = [sys.executable, RUN.parent / "mechanisms.py", "--out", out, *names]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 from itertools import chain
 from pathlib import Path
@@ -14,6 +13,7 @@ from frameworks.net import BATCH_SIZE, NUM_SAMPLES, start_weights
 from support.joint import largest_difference, train_jointly
 from support.launching import name_of, results
 from support.matrix import COLUMNS, WEIGHTS
+from support.once import once
 
 WORLDS = [(3, "mpi"), (2, "gloo"), (2, "mpi"), (3, "gloo")]
 # A third rank of those that take long to import is for campaigns; so are pools that no other test uses.
@@ -50,7 +50,7 @@ VERSION_BEFORE = Path(__file__).parent.parent / "data" / "version_before" / "fra
 def train(pools, tmp_path_factory):
     """What each rank has found, by rank: all cases of a framework are trained in one launch."""
 
-    @functools.cache
+    @once
     def launch(world, framework):
         num_ranks, controller = world
         name = name_of(framework)

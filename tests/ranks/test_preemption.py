@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
@@ -24,6 +23,7 @@ from support.launching import (
     write_job,
 )
 from support.matrix import COLUMNS
+from support.once import once
 from support.running import Running, launched
 
 from horovod_train.checkpoint.store import list_checkpoints
@@ -80,7 +80,7 @@ def undisturbed(tmp_path_factory):
     """The weights of a job that nobody has asked to leave, by framework and number of ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
 
-    @functools.cache
+    @once
     def train(framework, num_ranks):
         name = f"{framework.replace(' ', '-')}-{num_ranks}"
         launch = LAUNCHES["mpirun" if num_ranks > 1 else "alone"]

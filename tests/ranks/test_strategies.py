@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from programs.strategy_cases import CASES
 from programs.strategy_references import expected
 from support.launching import results
+from support.once import once
 
 WORLDS = [(2, "mpi"), (2, "gloo"), (4, "mpi"), (4, "gloo")]
 TRAINED = [
@@ -24,7 +23,7 @@ TRAINED = [
 def trained_on(pools, tmp_path_factory):
     """What ranks of a world have written, who have trained in all ways, or all long ones; once for each."""
 
-    @functools.cache
+    @once
     def trained(world, is_long):
         num_ranks, controller = world
         folder = tmp_path_factory.mktemp("trained")

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from horovod_train.frameworks.torch.comm.buckets import to_local
+
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 """Type in which the elements of a size are summed up in int64, without overflow."""
 CHUNK = 2**20
@@ -83,12 +85,13 @@ class WeightWatch:
 def content_sums(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the bits of each weight, and the bits of its sum, int64, shape [2, weights].
 
-    In one of them alone, changes may cancel each other, such as those of signs.
+    In one of them alone, changes may cancel each other, such as those of signs. Of a ``DTensor``, the local
+    part is summed up.
     """
     device = weights[0].device
     bits = torch.zeros(len(weights), dtype=torch.int64, device=device)
     sums = torch.zeros(len(weights), dtype=torch.float64, device=device)
-    for number, each in enumerate(weights):
+    for number, each in enumerate(map(to_local, weights)):
         real = torch.view_as_real(each.resolve_conj()) if each.is_complex() else each
         for chunk in torch.split(real.detach().reshape(-1), CHUNK):
             bits[number] += chunk.contiguous().view(INTEGERS[chunk.element_size()]).sum()
