@@ -333,6 +333,7 @@ SCALINGS = Registry(
     kind="scaling rule",
     group="horovod_train.scalings",
     builtin={
+        "auto": "horovod_train.lr.scaling.linear:linear",  # of loops whose optimizer is not known
         "linear": "horovod_train.lr.scaling.linear:linear",
         "sqrt": "horovod_train.lr.scaling.sqrt:square_root",
         "none": "horovod_train.lr.scaling.unscaled:unscaled",

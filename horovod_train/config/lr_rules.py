@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from horovod_train.config.optimization import AUTO
 from horovod_train.config.schema import Job
 from horovod_train.errors import Problem
 from horovod_train.registry import SCALINGS, SCHEDULES
@@ -135,6 +136,18 @@ def global_batch_is_set_once(job: Job) -> Iterator[Problem]:
             )
 
 
+def scaling_is_known(job: Job) -> Iterator[Problem]:
+    """Require ``lr.scaling`` with an optimizer for which no rule is established."""
+    if job.lr.scaling == AUTO:
+        yield Problem(
+            "lr.scaling",
+            "",
+            f"must be set: no scaling rule is established for optimizer {job.optimizer.name}",
+            "none, if base_lr is tuned for the global batch; otherwise sqrt or linear, which "
+            "`horovod-train study` compares",
+        )
+
+
 def adascale_is_supported(job: Job) -> Iterator[Problem]:
     """Refuse AdaScale with optimizers other than SGD, and with rules that it replaces."""
     if job.lr.scaling != "adascale":
@@ -229,6 +242,7 @@ LR_RULES = (
     decay_has_its_fields,
     warmup_fits,
     global_batch_is_set_once,
+    scaling_is_known,
     adascale_is_supported,
     noise_scale_is_measurable,
     schedules_are_supported,

@@ -8,6 +8,25 @@ from pydantic import Field, StringConstraints
 
 from horovod_train.config.fields import Count, Fraction, ImportPath, Name, Points, Section
 
+AUTO = "auto"
+"""The scaling rule that suits the optimizer."""
+
+DIVIDES_BY_RMS = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "adabelief", "adopt", "adan", "lamb")
+"""Parts of the names of optimizers that divide a gradient by the root of its mean square."""
+
+WITHOUT_RULE = (
+    "lion",
+    "muon",
+    "schedulefree",
+    "schedule_free",
+    "shampoo",
+    "soap",
+    "sophia",
+    "dadapt",
+    "prodigy",
+)
+"""Parts of the names of optimizers for which no scaling rule is established."""
+
 
 class Optimizer(Section):
     """Optimizer and its arguments. The section ``lr`` sets the learning rate."""
@@ -22,6 +41,21 @@ class Optimizer(Section):
     """Schedules of arguments, such as ``momentum: [[0, 0.85], [5, 0.95]]``: points (epoch, value) with linear
     interpolation, or a function ``file.py:curve`` of the progress from 0 to 1. ``beta1`` and ``beta2`` are
     the elements of ``betas``."""
+
+    @property
+    def scaling(self) -> str | None:
+        """Scaling rule of the learning rate that suits the optimizer; None: none is established.
+
+        The square root for Adam and its relatives (Malladi et al., arXiv:2205.10287), linear for SGD
+        (Goyal et al., arXiv:1706.02677).
+
+        >>> Optimizer(name="torch.optim:NAdam").scaling, Optimizer(name="pytorch_optimizer:Muon").scaling
+        ('sqrt', None)
+        """
+        name = self.name.rpartition(":")[2].lower()
+        if any(part in name for part in WITHOUT_RULE):
+            return None
+        return "sqrt" if any(part in name for part in DIVIDES_BY_RMS) else "linear"
 
 
 class Plateau(Section):
@@ -58,9 +92,9 @@ class LearningRate(Section):
     reference_batch_size: Count = 32
     """Global batch size for which ``base_lr`` was tuned."""
 
-    scaling: ImportPath | Name = "linear"
+    scaling: ImportPath | Name = AUTO
     """Scaling rule of the rate with the global batch: linear, sqrt, none, legw, adam_sqrt, adascale, or an
-    import path ``file.py:rule``."""
+    import path ``file.py:rule``. auto: sqrt for Adam and its relatives, otherwise linear."""
 
     scale_weight_decay: bool = False
     """Scale the optimizer's ``weight_decay`` so that rate x weight decay x steps per epoch is constant."""

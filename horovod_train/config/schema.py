@@ -5,7 +5,7 @@ Rules that relate several fields are in ``rules.py``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -19,7 +19,7 @@ from horovod_train.config.fields import (
     VariableName,
 )
 from horovod_train.config.launch import Launch
-from horovod_train.config.optimization import LearningRate, Optimizer
+from horovod_train.config.optimization import AUTO, LearningRate, Optimizer
 
 MAX_EPOCHS = 1_000_000
 
@@ -148,6 +148,10 @@ class Ema(Section):
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """Weight of the previous average in an update; the current weights have the weight 1 - decay."""
+
+    scale_decay: bool = True
+    """Use decay^k, with k = global batch / ``lr.reference_batch_size``, so that the average spans the same
+    number of samples with each global batch. No effect with ``lr.scaling: none``."""
 
     every_steps: Count = 1
     """Interval of updates, in optimizer steps."""
@@ -444,3 +448,11 @@ class Job(Section):
         """Return the number of samples per optimizer step on a number of data-parallel ranks."""
         train = self.train
         return train.global_batch_size or train.batch_size_per_rank * train.accumulation_steps * num_ranks
+
+    @model_validator(mode="after")
+    def _choose_scaling(self) -> Self:
+        """Replace ``lr.scaling: auto`` by the rule for the optimizer, if there is one."""
+        if self.lr.scaling == AUTO and self.optimizer.scaling is not None:
+            chosen = self.lr.model_copy(update={"scaling": self.optimizer.scaling})
+            object.__setattr__(self, "lr", chosen)  # sections are frozen
+        return self

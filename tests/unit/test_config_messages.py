@@ -72,8 +72,15 @@ SAID = [
     (
         {"lr": {"scaling": "lwgw"}},
         "lr.scaling = 'lwgw'",
-        "is not a known scaling rule; known: adam_sqrt, adascale, legw, linear, none, sqrt",
+        "is not a known scaling rule; known: adam_sqrt, adascale, auto, legw, linear, none, sqrt",
         "did you mean 'legw'?",
+    ),
+    (
+        {"optimizer": {"name": "pytorch_optimizer:Muon", "args": {}}},
+        "lr.scaling",
+        "must be set: no scaling rule is established for optimizer pytorch_optimizer:Muon",
+        "none, if base_lr is tuned for the global batch; otherwise sqrt or linear, which `horovod-train "
+        "study` compares",
     ),
     (
         {"lr": {"scaling": "adascale"}, "optimizer": {"name": "adamw", "args": {}}},

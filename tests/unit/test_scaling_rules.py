@@ -19,6 +19,7 @@ from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import UserError
 from horovod_train.frameworks.optimizers import ArgumentScaling
 from horovod_train.frameworks.torch.state.optimizer import optimizer_over, set_rates
+from horovod_train.frameworks.torch.step.averaged_weights import scaled_ema
 from horovod_train.lr.policy import LearningRatePolicy, policy_of_section
 from horovod_train.training.loop import train
 
@@ -28,6 +29,34 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def job(**fields: Any) -> Job:
     return Job.model_validate({"name": "x", "task": TASK, **fields})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rule"),
+    [
+        ("sgd", "linear"),
+        ("lars", "linear"),
+        ("mine.py:Averaged", "linear"),
+        ("adamw", "sqrt"),
+        ("lamb", "sqrt"),
+        ("torch.optim:RMSprop", "sqrt"),
+        ("keras.optimizers:Nadam", "sqrt"),
+    ],
+)
+def test_the_rule_suits_the_optimizer_unless_the_job_names_one(optimizer, rule):
+    assert job(optimizer={"name": optimizer}).lr.scaling == rule
+    assert job(optimizer={"name": optimizer}, lr={"scaling": "legw"}).lr.scaling == "legw"
+
+
+def test_the_average_of_weights_spans_the_same_samples_with_each_batch():
+    described = job(ema={"decay": 0.9}, train={"batch_size_per_rank": 8}, lr={"reference_batch_size": 8})
+    fixed = job(ema={"decay": 0.9, "scale_decay": False}, lr={"reference_batch_size": 8})
+    unscaled = job(ema={"decay": 0.9}, lr={"reference_batch_size": 8, "scaling": "none"})
+
+    assert scaled_ema(described, 1).decay == 0.9
+    assert scaled_ema(described, 4).decay == pytest.approx(0.9**4)
+    assert scaled_ema(fixed, 4).decay == scaled_ema(unscaled, 4).decay == 0.9
+    assert scaled_ema(job(), 4) is None
 
 
 def test_legw_has_the_same_number_of_warm_up_steps_on_every_batch():

@@ -17,13 +17,23 @@ import torch
 
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.tree import pack_tree
-from horovod_train.config.schema import Ema
+from horovod_train.config.schema import Ema, Job
+from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm.exchange import wide_type
 from horovod_train.frameworks.torch.state.local_tensors import Cache, LocalTensor, load_model
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
 KEY = "averaged"
+
+
+def scaled_ema(job: Job, num_data_ranks: int) -> Ema | None:
+    """Return the job's ``ema`` with the decay for its global batch (Busbridge et al., arXiv:2307.13813)."""
+    ema, lr = job.ema, job.lr
+    if ema is None or not ema.scale_decay or lr.scaling == "none":
+        return ema
+    k = batch_size_of_lr(job, num_data_ranks) / lr.reference_batch_size
+    return ema.model_copy(update={"decay": ema.decay**k})
 
 
 class AveragedWeights:
