@@ -196,6 +196,20 @@ class Evaluation(Event):
     is_within_epoch: bool = False
 
 
+class ComparedWithOneProcess(Event):
+    """Comparison of the gradient with that of one process.
+
+    Attributes:
+        step: Completed steps.
+        text: What differs, or why nothing is compared; empty: the gradients are equal.
+    """
+
+    kind = "one_process"
+
+    step: int
+    text: str
+
+
 class CheckpointWritten(Event):
     """End of writing a checkpoint; if ``error`` is not empty, it could not be written."""
 

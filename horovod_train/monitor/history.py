@@ -15,6 +15,7 @@ from horovod_train.events.thinning import places_to_keep
 from horovod_train.events.types import (
     Attempt,
     CheckpointWritten,
+    ComparedWithOneProcess,
     Evaluation,
     Event,
     Failure,
@@ -107,6 +108,7 @@ class History:
     num_preemptions: int = 0
     hosts_lost: list[str] = field(default_factory=list)
     targets: dict[int, Target] = field(default_factory=dict)
+    compared: ComparedWithOneProcess | None = None
     points: list[Point] = field(default_factory=list)
     last: Point | None = None
     num_steps: int = 0
@@ -160,6 +162,8 @@ class History:
                 self.checkpoint_error = event.error
                 if not event.error:
                     self.checkpoint_unix_s, self.checkpoint_path = time_unix_s, event.path
+            case ComparedWithOneProcess():
+                self.compared = event
             case Summary():
                 self.summary, self.metrics = event, dict(event.metrics)
                 if self.last is None or self.last.step != event.steps:  # resumed at the end: no progress

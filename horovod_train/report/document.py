@@ -18,12 +18,14 @@ from horovod_train.events.types import (
     PHASES,
     Attempt,
     CheckpointWritten,
+    ComparedWithOneProcess,
     Failure,
     HostsLost,
     Opened,
     Stalled,
     StateChanged,
 )
+from horovod_train.monitor.history import History
 from horovod_train.monitor.rank_series import Window
 from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
 from horovod_train.report.record import RunRecord
@@ -199,6 +201,7 @@ def _facts(run: RunRecord, target_loss: float | None) -> Iterator[tuple[str, str
         )
         if summary
         else "",
+        "Gradient of one process": _compared_text(history),
         "Starts of the ranks": number(len(run.attempts) or None),
         "Preemptions": number(history.num_preemptions or None),
         "Lost hosts": ", ".join(history.hosts_lost),
@@ -207,6 +210,17 @@ def _facts(run: RunRecord, target_loss: float | None) -> Iterator[tuple[str, str
     if target_loss is not None:
         facts[f"Time to loss {target_loss:g}"] = _seconds(run.seconds_to_loss(target_loss))
     yield from ((name, value) for name, value in facts.items() if value not in ("", UNKNOWN))
+
+
+def _compared_text(history: History) -> str:
+    """Return the result of the last comparison of the gradient with that of one process."""
+    last = history.compared
+    if last is None:
+        return ""
+    if last.text:
+        return f"step {last.step}: {last.text}"
+    count = history.counts[ComparedWithOneProcess.kind]
+    return f"equal, compared {count} times, last after step {last.step}"
 
 
 def _metric_rows(run: RunRecord) -> Iterator[tuple[str, str, str, str]]:

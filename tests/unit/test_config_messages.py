@@ -79,8 +79,10 @@ SAID = [
         {"optimizer": {"name": "pytorch_optimizer:Muon", "args": {}}},
         "lr.scaling",
         "must be set: no scaling rule is established for optimizer pytorch_optimizer:Muon",
-        "none, if base_lr is tuned for the global batch; otherwise sqrt or linear, which `horovod-train "
-        "study` compares",
+        (
+            "none, if base_lr is tuned for the global batch; otherwise sqrt or linear, which `horovod-train "
+            "study` compares"
+        ),
     ),
     (
         {"lr": {"scaling": "adascale"}, "optimizer": {"name": "adamw", "args": {}}},

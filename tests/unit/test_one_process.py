@@ -9,8 +9,11 @@ import torch
 from support.torch_threads import on_torch_ranks, run_of
 
 from horovod_train.errors import UserError
+from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.torch.verify import one_process as module
 from horovod_train.frameworks.torch.verify.one_process import NUM_COMPONENTS, projected
+from horovod_train.training.hooks.one_process import CompareWithOneProcess
+from horovod_train.training.loop import train
 
 PARTS = [[3, 1, 8, 5], [9, 2, 30, 17]]
 
@@ -70,11 +73,36 @@ def test_what_the_job_can_do_right_is_refused_with_the_remedy(kind, message, hin
 )
 def test_what_is_another_training_on_ranks_is_a_warning_once(kind, text, caplog):
     def act(run):
-        for step in (1, 2):
-            run.replica.one_process.compare(step, PARTS)
+        found.extend(run.replica.one_process.compare(step, PARTS) for step in (1, 2))
 
-    assert compared(kind, act=act) == [None] * 2
+    found = []
+    compared(kind, act=act)
+    assert len(found) == 4
+    assert all(text in each for each in found), "also of a step that is not compared any more"
     assert caplog.text.count(text) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "text"),
+    [
+        ("plain", [1, 2, 4, 8], ""),
+        ("negatives", [1], "it may compare samples"),
+        ("tokens", [1], "such as tokens"),
+    ],
+)
+def test_each_result_is_an_event_of_rank_0(kind, steps, text):
+    def act(run):
+        reporter = Reporter(run.world.rank, as_json=True, stream=None)
+        reporter.observers.append(events[run.world.rank].append)
+        run.hooks = [CompareWithOneProcess(reporter)]
+        train(run)
+
+    events = [], []
+    compared(kind, act=act, train={"epochs": 4, "max_steps": 8})
+
+    assert [event.step for event in events[0]] == steps
+    assert all(text in event.text and bool(event.text) == bool(text) for event in events[0])
+    assert not events[1]
 
 
 def test_the_remedies_of_messages_help(caplog):
@@ -84,12 +112,15 @@ def test_the_remedies_of_messages_help(caplog):
 
 
 def test_a_job_may_only_warn_of_everything(caplog):
-    assert compared("tokens", health={"one_process": "warn"}) == [None] * 2
+    assert all("such as tokens" in text for text in compared("tokens", health={"one_process": "warn"}))
     assert "such as tokens" in caplog.text
 
 
 def test_a_task_that_cannot_be_called_with_few_samples_is_not_compared_and_told(caplog):
-    assert compared("too_few", 3) == [None] * 3
+    found = compared("too_few", 3)
+
+    assert len(set(found)) == 1
+    assert found[0] in caplog.text
     assert "not compared with those of one process: AssertionError: at least 9 samples" in caplog.text
 
 

@@ -13,6 +13,7 @@ from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import (
     Attempt,
     CheckpointWritten,
+    ComparedWithOneProcess,
     Evaluation,
     Failure,
     Progress,
@@ -95,6 +96,20 @@ class TestOneRun:
             ("/c/step-10", "0.5 s", ""),
             ("/c/step-11", "0.1 s", "disk full"),
         ]
+
+    @pytest.mark.parametrize(
+        ("texts", "shown"),
+        [
+            ((), None),
+            (("", ""), "equal, compared 2 times, last after step 2"),
+            (("", "the gradient of w differs"), "step 2: the gradient of w differs"),
+        ],
+    )
+    def test_has_the_last_comparison_with_one_process(self, tmp_path, texts, shown):
+        events = [ComparedWithOneProcess(step=number, text=text) for number, text in enumerate(texts, 1)]
+        (section,) = report_on(write_run(tmp_path, "r", events)).sections
+
+        assert dict(tables(section)["Run"].rows).get("Gradient of one process") == shown
 
     def test_has_own_times_and_waits_of_ranks(self, tmp_path):
         times = {"first_rank": 0, "seconds": 4.0, "steps": (10, 10), "samples": (80, 80)}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from horovod_train.data.shard import StepShare, epoch_order, split_evenly
+from horovod_train.errors import UserError
+from horovod_train.events.types import ComparedWithOneProcess
+from horovod_train.events.wire import Reporter
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
@@ -17,8 +21,12 @@ MAX_INTERVAL_STEPS = 1000
 class GradientComparison(Protocol):
     """Compares gradients (``torch/verify/one_process.py``)."""
 
-    def compare(self, step: int, parts: Sequence[Sequence[int]]) -> None:
-        """Compare on samples of two ranks in a step; raises ``UserError`` for a refused difference."""
+    def compare(self, step: int, parts: Sequence[Sequence[int]]) -> str | None:
+        """Compare on samples of two ranks in a step; raises ``UserError`` for a refused difference.
+
+        Returns:
+            What differs, or why nothing is compared; None: the gradients are equal.
+        """
 
 
 @runtime_checkable
@@ -29,16 +37,18 @@ class ComparesGradients(Protocol):
 
 
 class CompareWithOneProcess(Hook):
-    """Compares after steps 1, 2, 4, 8, ..., and then after every 1,000 steps."""
+    """Compares after steps 1, 2, 4, 8, ..., and then after every 1,000 steps, and reports the result."""
 
-    def __init__(self) -> None:
-        self._num_steps, self._next = 0, 1
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._num_steps, self._next = 0, 1.0
         self._share: StepShare | None = None
 
     @classmethod
     def of(cls, parts: HookParts) -> CompareWithOneProcess | None:
         """Return the hook, unless the job disables it or has one rank."""
-        return cls() if parts.job.health.one_process != "off" and parts.world.size > 1 else None
+        is_wanted = parts.job.health.one_process != "off" and parts.world.size > 1
+        return cls(parts.reporter) if is_wanted else None
 
     def on_reading(self, run: Run, report: StepReport) -> None:
         """Record which samples a step had; on a device, it is not the last one."""
@@ -50,9 +60,26 @@ class CompareWithOneProcess(Hook):
         replica = run.replica
         if not isinstance(replica, ComparesGradients) or replica.one_process is None or self._share is None:
             return
-        if self._num_steps >= self._next:
-            self._next = self._num_steps + min(self._num_steps, MAX_INTERVAL_STEPS)
-            replica.one_process.compare(run.progress.step, _samples(run, self._share))
+        if self._num_steps < self._next:
+            return
+        self._next = self._num_steps + min(self._num_steps, MAX_INTERVAL_STEPS)
+        if all(parts := _samples(run, self._share)) and self._report(run, replica.one_process, parts):
+            self._next = math.inf  # a difference is told once
+
+    def _report(self, run: Run, comparison: GradientComparison, parts: Sequence[Sequence[int]]) -> str:
+        """Compare, and report the result on rank 0; return what differs."""
+        step = run.progress.step
+        try:
+            found = comparison.compare(step, parts)
+        except UserError as error:
+            self._tell(run, step, str(error))
+            raise
+        self._tell(run, step, found or "")
+        return found or ""
+
+    def _tell(self, run: Run, step: int, text: str) -> None:
+        if run.world.rank == 0:
+            self._reporter.report(ComparedWithOneProcess(step=step, text=text))
 
 
 def _samples(run: Run, share: StepShare) -> list[list[int]]:

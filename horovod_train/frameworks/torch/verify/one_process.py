@@ -104,8 +104,9 @@ class OneProcess:
         self._dtypes = {torch.float32}  # the least that is tolerated; and types that passes have used
         self._of_task: list[Any] = []
         self._is_over = False
+        self._reason: str | None = None
 
-    def compare(self, step: int, parts: Sequence[Sequence[int]]) -> None:
+    def compare(self, step: int, parts: Sequence[Sequence[int]]) -> str | None:
         """Compare gradients after a step, and report a difference, once. Collective.
 
         Args:
@@ -115,16 +116,19 @@ class OneProcess:
         If the samples cannot be read or the task cannot be called with so few of them, a notice is logged,
         and no more is compared.
 
+        Returns:
+            What differs, or why nothing is compared; None: the gradients are equal.
+
         Raises:
             UserError: The product can train the model as one process does, and the job refuses others.
         """
         # Both parts together have as many samples as a micro-batch, so that passes need no more memory.
         self._per_part = min(MAX_PER_PART, max(1, self._batch_size // 2), *map(len, parts))
-        if self._is_over or not self._per_part:
-            return
+        if self._is_over:
+            return self._reason
         if self._batch_size == 1 and not has_room_for_samples(2, self._replica.device, self._world):
             self._ends(["a rank may not have memory for two samples"])
-            return
+            return self._reason
         numbers = [number for part in parts for number in part[: self._per_part]]
         batches, problem = result_of(partial(self._read, numbers))
         self._of_task, iterators = self._replica.python_state.not_restored_values()
@@ -132,25 +136,28 @@ class OneProcess:
         if problem is not None:
             reasons.append(f"{type(problem).__name__}: {problem}")
         if self._ends(reasons):
-            return
+            return self._reason
         assert batches is not None
         self._unknown.clear()
         finding = self._finding(batches)
         if finding is None:
-            return
-        self._is_over = True
+            return self._reason
+        self._is_over, self._reason = True, finding.text
         text = f"step {step}: {finding.text}"
         if finding.is_refused and self._refuses:
             raise UserError(text, hint=f"{finding.hint}; health.one_process: warn only warns")
         if self._world.rank == 0:
             log.warning("%s. Hint: %s", text, finding.hint)
+        return finding.text
 
     def _ends(self, reasons: Sequence[str]) -> bool:
         """Return whether a rank has a reason to compare no more, which rank 0 logs. Collective."""
         of_ranks = [reason for of_rank in allgather_json(self._world, list(reasons)) for reason in of_rank]
-        if of_ranks and self._world.rank == 0:
-            log.warning("gradients are not compared with those of one process: %s", of_ranks[0][:300])
-        self._is_over = self._is_over or bool(of_ranks)
+        if of_ranks:
+            self._is_over = True
+            self._reason = f"gradients are not compared with those of one process: {of_ranks[0][:300]}"
+            if self._world.rank == 0:
+                log.warning("%s", self._reason)
         return bool(of_ranks)
 
     def _read(self, numbers: Sequence[int]) -> list[object]:
