@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from horovod_train.client.remote import Client
     from horovod_train.config.optimization import LearningRate
     from horovod_train.errors import JobFailedError
+    from horovod_train.frameworks.torch.step.gathering import gather
     from horovod_train.session import Session, init
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ _EXPORTS = {
     "JobResult": "horovod_train.client.handle",
     "LearningRate": "horovod_train.config.optimization",
     "Session": "horovod_train.session",
+    "gather": "horovod_train.frameworks.torch.step.gathering",
     "init": "horovod_train.session",
     "job": "horovod_train.client.local",
     "jobs": "horovod_train.client.local",
@@ -41,6 +43,7 @@ __all__ = [
     "LearningRate",
     "Session",
     "__version__",
+    "gather",
     "init",
     "job",
     "jobs",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from horovod_train import gather
+
 CLIPPED = 0.01
 
 
@@ -21,7 +23,7 @@ class Sentences:
         return len(self.tokens)
 
     def __getitem__(self, place):
-        return self.tokens[place], place % 3
+        return self.tokens[place], place % 3, place
 
 
 class Net(nn.Module):
@@ -59,12 +61,18 @@ class Compared:
         return Sentences()
 
     def loss(self, model, batch):
-        tokens, labels = batch
+        tokens, labels = batch[:2]
         self.seen.append(len(tokens))
         scores = model(tokens)
-        if self.kind == "negatives":
-            pooled = nn.functional.normalize(scores.mean(1), dim=-1)
-            return nn.functional.cross_entropy(pooled @ pooled.T, torch.arange(len(tokens)))
+        if self.kind in {"negatives", "gathered", "gathered_keys"}:
+            own = nn.functional.normalize(scores.mean(1), dim=-1)
+            pooled = own if self.kind == "negatives" else gather(own)
+            positives = torch.arange(len(pooled))
+            if self.kind == "gathered_keys":  # own samples are compared with those of all
+                numbers = gather(batch[2])
+                places = torch.stack([(numbers == number).nonzero()[0, 0] for number in batch[2]])
+                return nn.functional.cross_entropy(own @ pooled.T, places)
+            return nn.functional.cross_entropy(pooled @ pooled.T, positives)
         if self.kind == "too_few":
             assert len(tokens) > 8, "at least 9 samples are needed"
         if self.kind.startswith("tokens"):

@@ -42,7 +42,9 @@ def compared(kind, size=2, act=lambda run: run.replica.one_process.compare(3, PA
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("strategy", ["allreduce", "zero"])
-@pytest.mark.parametrize("kind", ["plain", "dropout", "tokens_counted", "counter"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "dropout", "tokens_counted", "counter", "gathered", "gathered_keys"]
+)
 def test_a_loss_that_is_a_mean_over_samples_has_the_gradient_of_one_process(kind, strategy, size, caplog):
     assert compared(kind, size, strategy=strategy) == [None] * size
     assert not caplog.text

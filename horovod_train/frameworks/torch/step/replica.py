@@ -15,6 +15,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import StepClock
+from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.sizes.flops import FlopCounter
 from horovod_train.frameworks.torch.state.local_model import ReplicaBase
 from horovod_train.frameworks.torch.state.optimizer import ScheduledArguments, set_rates
@@ -25,6 +26,7 @@ from horovod_train.frameworks.torch.step.averaged_buffers import AveragedBuffers
 from horovod_train.frameworks.torch.step.averaged_weights import AveragedWeights
 from horovod_train.frameworks.torch.step.deferred import Number, Outcome, Packed, pack
 from horovod_train.frameworks.torch.step.device_clock import CudaTimer, DeviceClock, HostTimer
+from horovod_train.frameworks.torch.step.gathering import Gathering, gathering, gathering_of
 from horovod_train.frameworks.torch.step.gradient_watch import GradientWatch
 from horovod_train.frameworks.torch.step.graphs import Recorder, StepGraphs, rate_of_graphs
 from horovod_train.frameworks.torch.step.loss import StepLoss
@@ -145,6 +147,8 @@ class TorchReplica(ReplicaBase):
         self._graphs: StepGraphs | None = None
         self._scheduled = ScheduledArguments(optimizer)
         self._draws = draws_of(train, self.device)
+        is_exact = strategy.capabilities.sums_gradients or data_ranks.size == 1
+        self.gathering = Gathering(tensor_communicator(data_ranks) if is_exact else None)
 
     def _lag_steps(self, wanted: int | None) -> int:
         may_skip = self._guard_gradients or self.train.precision == "fp16"
@@ -212,7 +216,8 @@ class TorchReplica(ReplicaBase):
     def run_schedule(self, step: PlannedStep, clock: StepClock) -> None:
         """Run the forward and backward passes of a step."""
         if self.strategy.capabilities.owns_schedule:
-            self.loss.add(self.strategy.run_schedule(step, self.pass_context_of(clock)))
+            with gathering(self.gathering):
+                self.loss.add(self.strategy.run_schedule(step, self.pass_context_of(clock)))
             return
         for number, (micro_batch, batch) in enumerate(step, 1):
             clock.lap("data")
@@ -225,7 +230,12 @@ class TorchReplica(ReplicaBase):
         """Run forward and backward pass of a micro-batch."""
         self.strategy.set_requires_sync(is_last=is_last)
         with self._draws.micro_batch(epoch, micro_batch), self.statistics_of(micro_batch.share):
-            with self.autocast(), self._draws.forward(), self._gradient_watch.watched(micro_batch.share):
+            with (
+                self.autocast(),
+                self._draws.forward(),
+                self._gradient_watch.watched(micro_batch.share),
+                gathering(gathering_of(self.gathering, micro_batch.share)),
+            ):
                 loss = self._task.loss(self.forward_model, batch)
             clock.lap("forward")
             self._add_gradient(loss, micro_batch.share)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from horovod_train.frameworks.torch.comm.exchange import wide_type
 from horovod_train.frameworks.torch.comm.sync_batch_norm import SyncBatchNormMixin
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
+from horovod_train.frameworks.torch.step.gathering import UNCHANGED, gathering
 from horovod_train.frameworks.torch.verify.room import has_room_for_samples
 from horovod_train.frameworks.torch.verify.untouched import Untouched, same_modules
 from horovod_train.frameworks.torch.verify.verification import (
@@ -175,11 +176,15 @@ class OneProcess:
         is_counted = self._world.rank < 2 * per_part
         places = range(part * self._per_part, (part + 1) * self._per_part)
 
+        first = 2 * min(self._world.rank // 2, per_part - 1)
+        pair, alone = range(first, first + 2), range(self._world.rank, self._world.rank + 1)
+
         def parts(weight: float = 0.5) -> Gradient:
-            return self._gradient(batches[part], is_counted * (weight, 1 - weight)[part] / per_part, places)
+            share = is_counted * (weight, 1 - weight)[part] / per_part
+            return self._gradient(batches[part], share, places, pair)
 
         def joint() -> Gradient:
-            return self._gradient(batches[2], 1 / self._world.size, range(2 * self._per_part))
+            return self._gradient(batches[2], 1 / self._world.size, range(2 * self._per_part), alone)
 
         of_parts, of_joint = parts(), joint()
         difference = self._difference(of_parts, of_joint)
@@ -237,8 +242,8 @@ class OneProcess:
         return Finding(
             f"{found}. The loss of a batch is not a mean over its samples: it may compare samples with each "
             "other (in-batch negatives), or add them up",
-            "return a mean over samples, or a sum and a count; if the loss compares samples, ranks compare "
-            "only their own",
+            "if the loss compares samples, give it those of all ranks: horovod_train.gather(embeddings); "
+            "otherwise return a mean over samples, or a sum and a count",
             is_refused=False,
         )
 
@@ -287,18 +292,22 @@ class OneProcess:
         is_enabled = not replica.strategy.capabilities.collective_passes
 
         def compute_loss(batch: object) -> None:
-            with self._traceless(), torch.set_grad_enabled(is_enabled), replica.autocast():
+            grad_mode = torch.set_grad_enabled(is_enabled)
+            with self._traceless(), grad_mode, replica.autocast(), gathering(UNCHANGED):
                 replica.task.loss(replica.forward_model, batch)
 
         problems = [result_of(partial(compute_loss, batch))[1] for batch in batches]
         return [f"{type(each).__name__}: {each}" for each in problems if each is not None][:1]
 
-    def _gradient(self, batch: object, share: float, places: range) -> Gradient:
-        """Return loss and gradient of a step of one batch on each rank. Collective."""
+    def _gradient(self, batch: object, share: float, places: range, gathered: range) -> Gradient:
+        """Return loss and gradient of a step of one batch on each rank. Collective.
+
+        ``horovod_train.gather`` joins the rows of the ranks ``gathered``, which have the joint batch.
+        """
         micro_batch = MicroBatch(places.start, places.stop, share)
         step = PlannedStep(StepShare(0, 2 * self._per_part, (micro_batch,)), iter([batch]), is_last=True)
         replica = self._replica
-        with self._traceless() as mode:
+        with self._traceless() as mode, gathered_from(replica, gathered):
             loss = float(replica.trial(step))
             local = float(replica.loss.local) / (share or 1.0)
             kept = {
@@ -349,6 +358,17 @@ class OneProcess:
             self._dtypes |= mode.dtypes
         if lost:
             log.warning("the comparison with one process has changed %s", ", ".join(lost[:3]))
+
+
+@contextmanager
+def gathered_from(replica: Any, ranks: range) -> Iterator[None]:
+    """Let ``horovod_train.gather`` join the rows of some ranks in the block."""
+    before = replica.gathering
+    replica.gathering = replace(before, of=ranks)
+    try:
+        yield
+    finally:
+        replica.gathering = before
 
 
 @torch.no_grad()
