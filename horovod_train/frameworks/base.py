@@ -159,7 +159,7 @@ class Replica(Protocol):
         """
         ...
 
-    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[MicroBatch, object]]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches, pairs (number of samples, batch)."""
         ...
 

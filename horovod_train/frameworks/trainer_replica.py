@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from horovod_train.data.shard import MicroBatch
 from horovod_train.frameworks.callbacks import SavesCallbacks
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 
@@ -19,7 +20,7 @@ class TrainerReplica(SavesCallbacks, TorchReplica):
     metrics: dict[str, float] | None = None
     evaluate_now: Callable[[], dict[str, float]]
 
-    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[MicroBatch, object]]) -> dict[str, tuple[float, int]]:
         """Return the metrics over the samples of all ranks, on rank 0; an empty mapping on other ranks."""
         metrics = self.evaluate_now() if self.metrics is None else self.metrics
         self.metrics = None

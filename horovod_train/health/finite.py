@@ -35,6 +35,12 @@ class SkipPolicy:
         self.num_skipped_in_a_row, self.has_ended = 0, False
 
 
+NOTHING_COUNTED_HINT = (
+    "leave out samples without anything to count, use larger batches, or skip such steps with "
+    "health.non_finite: skip"
+)
+
+
 class FiniteGuard:
     """Raises an error if a step was not finite and the job does not allow it to be skipped.
 
@@ -51,7 +57,11 @@ class FiniteGuard:
         self._policy.record(is_used=is_finite, is_loss_finite=math.isfinite(loss))
         if not self._policy.has_ended:
             return
-        error = NumericError(self._describe(step, loss, local_loss), hint=self._hint())
+        bad = self._ranks_without_loss(loss, local_loss)
+        is_uncounted = math.isnan(loss) and not bad  # 0 / 0; an overflow of finite numbers is infinite
+        error = NumericError(
+            _describe(step, loss, bad), hint=NOTHING_COUNTED_HINT if is_uncounted else self._hint()
+        )
         self.reset()  # for a user's loop that continues after this error
         raise error
 
@@ -59,16 +69,24 @@ class FiniteGuard:
         """Reset the count of skipped steps when training continues from another state."""
         self._policy.reset()
 
-    def _describe(self, step: int, loss: float, local_loss: float) -> str:
+    def _ranks_without_loss(self, loss: float, local_loss: float) -> list[int]:
+        """Return the ranks whose part of the loss is not finite. Collective if the loss is not finite."""
         if math.isfinite(loss):
-            return f"step {step}: the loss is {loss:g}, but a gradient is not finite"
+            return []
         flags = self._world.allgather(b"\0" if math.isfinite(local_loss) else b"\1")
-        bad = [rank for rank, flag in enumerate(flags) if flag == b"\1"]
-        cause = describe_ranks(bad) if bad else "an overflow in the sum over ranks"
-        return f"step {step}: the loss is {loss} because of {cause}"
+        return [rank for rank, flag in enumerate(flags) if flag == b"\1"]
 
     def _hint(self) -> str:
         skipped = self._policy.num_skipped_in_a_row
         if skipped > 1:
             return f"{skipped} steps in a row could not be used: lower base_lr or set clip_grad_norm"
         return "lower base_lr, set clip_grad_norm, or skip such steps with health.non_finite: skip"
+
+
+def _describe(step: int, loss: float, bad: list[int]) -> str:
+    if math.isfinite(loss):
+        return f"step {step}: the loss is {loss:g}, but a gradient is not finite"
+    cause = describe_ranks(bad) if bad else "an overflow in the sum over ranks"
+    if math.isnan(loss) and not bad:
+        cause = "a count of 0: the loss is a sum and a count, and no sample of this step is counted"
+    return f"step {step}: the loss is {loss} because of {cause}"

@@ -225,9 +225,9 @@ def evaluate(run: Run) -> dict[str, float]:
     if run.replica.passes_are_collective:
         spare = spare_eval_micro_batches(num_samples, batch_size, ranks.rank, ranks.size)
     batches = run.eval_reader.read(0, np.arange(num_samples), (*mine, *spare))
-    sums = run.replica.evaluate(zip(map(len, mine), batches, strict=False))
+    sums = run.replica.evaluate(zip(mine, batches, strict=False))
     if spare:
-        run.replica.evaluate(zip(map(len, spare), batches, strict=False))  # not counted
+        run.replica.evaluate(zip(spare, batches, strict=False))  # not counted
     # In a pipeline, only one rank has the metrics of a batch.
     return mean_over_ranks(run.world if run.mesh.axes.pipeline > 1 else ranks, sums)
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import itertools
 import json
+import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -25,7 +28,7 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
-from corpus import late  # noqa: E402
+from corpus import known, late  # noqa: E402
 from corpus.adapters import fits  # noqa: E402
 from corpus.base import Case  # noqa: E402
 from corpus.reference import BATCH_SIZE, EASY, EPOCHS, HARD, Settings, trained  # noqa: E402
@@ -95,6 +98,8 @@ def seen(
     settings: Settings,
     num_ranks: int,
     before: Callable[[], None] = lambda: None,
+    *,
+    is_killed: bool = False,
 ) -> dict[str, Any]:
     """Train a case under a strategy; return what came of it.
 
@@ -104,18 +109,27 @@ def seen(
         settings: How it is trained.
         num_ranks: On how many ranks.
         before: Called by each rank first.
+        is_killed: Kill the last rank after a checkpoint, and resume.
     """
     from horovod_train.worker import WorkerOptions, main
 
     with tempfile.TemporaryDirectory(prefix="corpus-") as name:
         folder = Path(name)
         job = job_of(case, strategy, settings, num_ranks, folder)
+        if is_killed:
+            job["checkpoint"] = {"every_steps": 2}
         (folder / "job.json").write_text(json.dumps(job))
 
         def act(rank: int) -> int:
             before()
             return main(WorkerOptions(folder / "job.json", run_id="run"))
 
+        if is_killed:
+            killed = run_world(
+                num_ranks, lambda rank: act_until_killed(rank, num_ranks, case, folder, act), folder
+            )
+            if killed.codes[-1] != -signal.SIGKILL:
+                return {"what": "not killed", "codes": killed.codes, "output": killed.output[-6000:]}
         ended = run_world(num_ranks, act, folder)
         found: dict[str, Any] = {"seconds": round(ended.seconds, 2), "code": ended.code, "codes": ended.codes}
         if ended.code != 0:
@@ -124,7 +138,22 @@ def seen(
                 "output": ended.output[-6000:],
             }
             return found
+        found["output_of_rank_0"] = ended.output.partition("--- rank 1")[0][-3000:]
         return found | compared(case, strategy, settings, num_ranks, folder, job["task_args"], ended)
+
+
+def act_until_killed(rank: int, num_ranks: int, case: type, folder: Path, act: Callable[[int], int]) -> int:
+    """Act on a rank; the last one kills itself in a loss after a checkpoint was written."""
+    loss, calls = case.loss, itertools.count(1)
+
+    def killing(self: Any, model: Any, batch: Any) -> Any:
+        if next(calls) >= 12 and list(folder.glob("corpus/checkpoints/step-*/manifest.json")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(self, model, batch)
+
+    if rank == num_ranks - 1:
+        case.loss = killing  # in this process, which has been forked
+    return act(rank)
 
 
 def compared(
@@ -183,13 +212,23 @@ def compared(
     }
 
 
-NO_CASES = {"jax_nets", "keras_nets", "late", "mechanisms", "others", "shipped"}
+NO_CASES = {"jax_nets", "keras_nets", "known", "late", "mechanisms", "others", "shipped"}
 
 
 def late_cases() -> dict[str, type[Case]]:
     """Return the cases of behaviour that begins late, by name; they are not on the page."""
     found = {name: each for name, each in vars(late).items() if name.startswith("Late")}
     return {name: each for name, each in found.items() if each is not late.Late}
+
+
+def known_cases() -> dict[str, type[Case]]:
+    """Return models that many people train, by name; they are not on the page."""
+    found = {name: each for name, each in vars(known).items() if isinstance(each, type)}
+    return {
+        name: each
+        for name, each in found.items()
+        if issubclass(each, known.Known) and each is not known.Known
+    }
 
 
 def cases() -> dict[str, type[Case]]:
@@ -205,6 +244,9 @@ def cases() -> dict[str, type[Case]]:
             if isinstance(each, type) and issubclass(each, Case) and each.__module__ == module.__name__
         }
     return found
+
+
+GROUPS = {"page": cases, "late": late_cases, "known": known_cases}
 
 
 def import_what_ranks_need(strategies: Iterable[str]) -> None:
@@ -251,7 +293,8 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", default=["easy", "hard"])
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--share", default="0/1", help="of that part, where several processes train it")
-    parser.add_argument("--late", action="store_true", help="what begins late, and is not on the page")
+    parser.add_argument("--group", choices=GROUPS, default="page", help="the others are not on the page")
+    parser.add_argument("--kill", action="store_true", help="kill a rank after a checkpoint, and resume")
     parser.add_argument("-v", action="store_true")
     options = parser.parse_args()
     import_what_ranks_need(options.strategy)
@@ -259,7 +302,7 @@ def main() -> None:
     share, num_shares = map(int, options.share.split("/"))
     pairs = [
         (name, case, strategy)
-        for name, case in (late_cases() if options.late else cases()).items()
+        for name, case in GROUPS[options.group]().items()
         for strategy in options.strategy
         if not (strategy == "tensor_parallel" and case.plan is None)
         if strategy not in LOOPS or fits(case)
@@ -278,7 +321,7 @@ def main() -> None:
     for name, case, strategy, settings, num_ranks in of_part:
         key = f"{name} {strategy} {num_ranks} {settings.name}"
         try:
-            found = seen(case, strategy, settings, num_ranks)
+            found = seen(case, strategy, settings, num_ranks, is_killed=options.kill)
         except Exception:  # noqa: BLE001
             found = {"what": "broken", "output": traceback.format_exc()}
         results[key] = found

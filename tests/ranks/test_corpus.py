@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from corpus.mechanisms import MECHANISMS
 from corpus.page import OTHERS_TITLE, title, trained_by
-from corpus.run import COLUMNS, STRATEGIES, cases
+from corpus.run import COLUMNS, STRATEGIES, cases, known_cases
 from support.launching import environment
 from support.once import once
 
@@ -77,12 +77,47 @@ def test_a_thirtieth_of_the_models_is_trained_as_one_process_does_or_is_refused(
 
 
 def test_what_begins_late_is_trained_as_one_process_does_or_is_refused(tmp_path):
-    results = trained(tmp_path, "--late", "--strategy", *LATE, "--settings", "easy", at_once=2)
+    results = trained(tmp_path, "--group", "late", "--strategy", *LATE, "--settings", "easy", at_once=2)
 
     assert len(results) == 6 * len(LATE)
     assert not wrong(results)
     of_replicas = {key for key in results if key.split()[1] in ("allreduce", "zero")}
     assert {key.split()[0] for key in of_replicas if results[key]["what"] == "refused"} == {"LateMaxNorm"}
+
+
+def trained_known(folder, *options):
+    """Train models that many people train; return what was seen, by name of the case and number of ranks."""
+    results = trained(
+        folder, "--group", "known", "--strategy", "allreduce", "--settings", "easy", *options, at_once=2
+    )
+    return {(key.split()[0], int(key.split()[2])): found for key, found in results.items()}
+
+
+def test_models_that_many_people_train_are_those_of_one_process_or_are_told_with_a_remedy(
+    tmp_path,
+):
+    found = trained_known(tmp_path, "--ranks", "1", "2", "3")
+    told = {name: case.told for name, case in known_cases().items() if case.told}
+
+    assert len(found) == 3 * len(known_cases())
+    # SimCLROwn is compared with a process that splits each batch as ranks do.
+    assert {name for (name, _), each in found.items() if each["what"] != "equal"} == told.keys() - {
+        "SimCLROwn"
+    }
+    for (name, num_ranks), each in found.items():
+        text = " ".join((each.get("output_of_rank_0") or each["output"]).split())
+        assert (bool(told.get(name)) and num_ranks > 1) or "Hint:" not in text, text
+        assert num_ranks == 1 or told.get(name, "") in text, text
+
+
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.campaign) for n in (1, 3))])
+def test_models_that_many_people_train_lose_nothing_when_a_rank_is_killed(tmp_path, num_ranks):
+    names = [name for name, case in known_cases().items() if not case.told]
+    found = trained_known(tmp_path, "--ranks", str(num_ranks), "--kill", "--case", *names)
+
+    assert len(found) == len(names)
+    assert not wrong(found)
+    assert all("resumed from step-" in each["output_of_rank_0"] for each in found.values())
 
 
 @pytest.mark.campaign

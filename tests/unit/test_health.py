@@ -181,6 +181,13 @@ class TestGuard:
         with pytest.raises(NumericError, match="because of an overflow in the sum over ranks"):
             guard.check(1, is_finite=False, loss=math.inf, local_loss=1e38)
 
+    def test_a_step_in_which_nothing_is_counted_is_named(self):
+        guard = FiniteGuard(Health(), SingleRank(), scaler_skips=False)
+
+        with pytest.raises(NumericError, match="because of a count of 0") as caught:
+            guard.check(1, is_finite=False, loss=math.nan, local_loss=0.0)
+        assert "base_lr" not in caught.value.hint
+
     def test_skips_when_allowed_until_it_is_too_often(self):
         health = Health(non_finite="skip", max_skipped_steps=2)
 

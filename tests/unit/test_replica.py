@@ -17,7 +17,7 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Health, Job, Train
 from horovod_train.data.planned_step import PlannedStep, planned_steps
-from horovod_train.data.shard import share_of_step
+from horovod_train.data.shard import MicroBatch, share_of_step
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.torch.codecs.dense import fp32
 from horovod_train.frameworks.torch.framework import (
@@ -333,7 +333,7 @@ def test_no_step_walks_through_the_modules(monkeypatch):
 
     steps(made, 3)
     in_the_first = len(walks)
-    made.evaluate([(len(BATCH), BATCH)])
+    made.evaluate([(MicroBatch(0, len(BATCH), 0.0), BATCH)])
     after_evaluation = len(walks)
     assert not made.model.training
     steps(made, 3)

@@ -23,7 +23,7 @@ from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.step import sample_random
 from horovod_train.frameworks.torch.step.random_functions import install
 from horovod_train.frameworks.torch.step.sample_random import SampleDraws
-from horovod_train.training.loop import train
+from horovod_train.training.loop import evaluate, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -285,6 +285,24 @@ class TestTraining:
         together = weights_on(size, task_args={"kind": kind}, strategy=strategy)
 
         assert float((together - alone).abs().max()) <= 2e-6
+
+    def test_evaluates_with_the_same_numbers_on_any_ranks_and_each_time(self):
+        model_of("transformer")
+
+        def metrics_on(size, batch_size):
+            def rank(world):
+                fields = fields_of(task="programs.noisy:Evaluated")
+                _, run = run_of(world, fields, evaluation={"batch_size_per_rank": batch_size})
+                return [evaluate(run), evaluate(run)]
+
+            first, second = on_torch_ranks(size, rank)[0]
+            assert first == second
+            return first
+
+        alone = metrics_on(1, 50)
+
+        for size, batch_size in ((1, 8), (2, 8), (3, 4)):
+            assert metrics_on(size, batch_size) == pytest.approx(alone, rel=1e-5)
 
     def test_gives_other_weights_by_rank(self):
         by_rank = {"train": {"randomness": "rank"}}

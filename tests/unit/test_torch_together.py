@@ -338,7 +338,7 @@ class TestTheReplica:
 
         replica.task = KeptTask()
 
-        assert replica.evaluate([(64, torch.ones(64))]) == {"kept": (64.0, 64)}
+        assert replica.evaluate([(MicroBatch(0, 64, 0.0), torch.ones(64))]) == {"kept": (64.0, 64)}
 
 
 class TestTheExchange:

@@ -251,12 +251,12 @@ class JaxReplica(IdenticalReplica):
 
     # -- other methods
 
-    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[MicroBatch, object]]) -> dict[str, tuple[float, int]]:
         """Return (sum, number of samples) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
-        for num_samples, batch in batches:
+        for micro_batch, batch in batches:
             for name, value in self._metrics(self.params, batch).items():
-                add_metric(sums, name, value, num_samples)
+                add_metric(sums, name, value, len(micro_batch))
         return sums
 
     def _compute_metrics(self, params: optax.Params, batch: object) -> Mapping[str, jax.Array]:

@@ -10,6 +10,7 @@ import keras
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import MicroBatch
 from horovod_train.frameworks.base import StepOutcome
 from horovod_train.frameworks.callbacks import CallbackState, SavesCallbacks
 from horovod_train.frameworks.keras.back_ends.base import back_end
@@ -38,7 +39,9 @@ class KerasReplica(SavesCallbacks, VariablesReplica):
         """Update the variables from ``fit``, which stores them in JAX arrays during an epoch."""
         back_end().sync_variables(self.model)
 
-    def evaluate(self, batches: Iterable[tuple[int, Sequence[object]]]) -> dict[str, tuple[float, int]]:
+    def evaluate(
+        self, batches: Iterable[tuple[MicroBatch, Sequence[object]]]
+    ) -> dict[str, tuple[float, int]]:
         """Return the metrics over the batches of all ranks, on rank 0; an empty mapping on other ranks.
 
         The internal sums of the metrics are summed over ranks: the result of any Keras metric is exact.

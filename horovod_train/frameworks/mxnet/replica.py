@@ -15,6 +15,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
@@ -155,11 +156,11 @@ class MxnetReplica(IdenticalReplica):
 
     # -- other methods
 
-    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[MicroBatch, object]]) -> dict[str, tuple[float, int]]:
         """Return (sum, number of samples) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
         compute = getattr(self._task, "metrics", None)
-        for num_samples, batch in batches:
+        for micro_batch, batch in batches:
             found = to_arrays(batch, self._context)
             values = (
                 compute(self.model, found)
@@ -168,7 +169,7 @@ class MxnetReplica(IdenticalReplica):
             )
             for name, value in values.items():
                 plain = value.asnumpy() if isinstance(value, mx.nd.NDArray) else value
-                add_metric(sums, name, plain, num_samples)
+                add_metric(sums, name, plain, len(micro_batch))
         return sums
 
     def sync_buffers(self) -> None:

@@ -17,6 +17,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
@@ -253,12 +254,12 @@ class TensorflowReplica(VariablesReplica):
 
     # -- other methods
 
-    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[MicroBatch, object]]) -> dict[str, tuple[float, int]]:
         """Return (sum, number of samples) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
-        for num_samples, batch in batches:
+        for micro_batch, batch in batches:
             for name, value in self._metrics(batch).items():
-                add_metric(sums, name, value.numpy(), num_samples)
+                add_metric(sums, name, value.numpy(), len(micro_batch))
         return sums
 
     def _compute_metrics(self, batch: object) -> dict[str, tf.Tensor]:

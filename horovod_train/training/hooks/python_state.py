@@ -92,8 +92,9 @@ class WatchPythonState(Hook):
         if found and run.world.rank == 0:
             log.warning(
                 "step %d: state in Python differs between ranks: %s. If the loss depends on it, ranks train "
-                "other weights than one process: compute it from the samples of all ranks, or keep it in a "
-                "buffer of the model and name that in train.average_buffers",
+                "other weights than one process: compute it from the samples of all ranks "
+                "(horovod_train.gather, for PyTorch), or keep it in a buffer of the model and name that in "
+                "train.average_buffers",
                 run.progress.step,
                 _joined(found),
             )

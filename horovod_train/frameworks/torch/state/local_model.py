@@ -11,18 +11,22 @@ import torch
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, any_rank
 from horovod_train.config.schema import Train
+from horovod_train.data.shard import MicroBatch
 from horovod_train.frameworks.base import PythonStateOfRank, StepClock, add_metric
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model
 from horovod_train.frameworks.torch.comm.sync_batch_norm import without_statistics
 from horovod_train.frameworks.torch.state.saved_state import SavedState, load_rank_states, rank_state_of
 from horovod_train.frameworks.torch.step.averaged_weights import AveragedWeights
 from horovod_train.frameworks.torch.step.loss import StepLoss
+from horovod_train.frameworks.torch.step.sample_random import RankDraws
 from horovod_train.frameworks.torch.step.statistics import RunningStatistics
 from horovod_train.frameworks.torch.strategies.base import PassContext, Strategy
 from horovod_train.frameworks.torch.task import TorchTask, as_numbers
 from horovod_train.frameworks.torch.verify.equality import Equality
 from horovod_train.frameworks.torch.verify.first_steps import FirstSteps
 
+EVALUATION = 2**53
+"""Number in place of an epoch, for random numbers of evaluations, which are the same each time."""
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -43,6 +47,7 @@ class ReplicaBase:
         forward_model: The module that the task calls: the compiled model, or the model itself.
         averaged: Averaged weights, which evaluation uses instead of the trained weights.
         loss: Loss of the current step.
+        draws: Random numbers of passes.
         is_training: Whether modules are in training mode.
         python_state: State in Python of the task and the model; None: the user's own loop has it.
         first_steps: Checks of the first steps.
@@ -63,6 +68,7 @@ class ReplicaBase:
     averaged: AveragedWeights
     loss: StepLoss
     is_training: bool
+    draws: RankDraws
     python_state: PythonStateOfRank | None = None
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -86,16 +92,18 @@ class ReplicaBase:
         return PassContext(self.task, self.autocast, clock.lap, self.without_statistics, self.loss.weigh)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[MicroBatch, object]]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
         self.forward_model.eval()
         self.is_training = False
         compute = getattr(self.task, "metrics", self._loss_as_metric)
         sums: dict[str, tuple[float, int]] = {}
         with self.averaged.shown():
-            for num_samples, batch in batches:
-                for name, value in self._metrics_of(compute, batch).items():
-                    add_metric(sums, name, as_numbers(value), num_samples)
+            for micro_batch, batch in batches:
+                with self.draws.micro_batch(EVALUATION, micro_batch), self.draws.forward():
+                    values = self._metrics_of(compute, batch)
+                for name, value in values.items():
+                    add_metric(sums, name, as_numbers(value), len(micro_batch))
         return sums
 
     def _metrics_of(self, compute: Callable[..., Any], batch: object) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ whether L[s] is the loss of all samples, or that of the own samples compared wit
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -75,7 +76,7 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     """
     over = _gathering.get()
     if over is None:
-        if torch.is_grad_enabled() and tensor.requires_grad:
+        if torch.is_grad_enabled() and tensor.requires_grad and _is_one_of_several():
             raise UserError(
                 "horovod_train.gather is called outside of the loss of a job's task",
                 hint="train with a job (horovod-train run), or use the collectives of your loop's framework",
@@ -101,6 +102,11 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
         return torch.view_as_complex(_Gather.apply(torch.view_as_real(tensor.resolve_conj()), over))  # type: ignore[no-untyped-call]
     joined: torch.Tensor = _Gather.apply(tensor, over)  # type: ignore[no-untyped-call]
     return joined
+
+
+def _is_one_of_several() -> bool:
+    hvd = sys.modules.get("horovod.torch")
+    return hvd is not None and hvd.is_initialized() and hvd.size() > 1
 
 
 class _Gather(torch.autograd.Function):

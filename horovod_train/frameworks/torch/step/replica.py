@@ -146,7 +146,7 @@ class TorchReplica(ReplicaBase):
         self._not_optimized: list[torch.nn.Parameter] = []
         self._graphs: StepGraphs | None = None
         self._scheduled = ScheduledArguments(optimizer)
-        self._draws = draws_of(train, self.device)
+        self.draws = draws_of(train, self.device)
         is_exact = strategy.capabilities.sums_gradients or data_ranks.size == 1
         self.gathering = Gathering(tensor_communicator(data_ranks) if is_exact else None)
 
@@ -229,10 +229,10 @@ class TorchReplica(ReplicaBase):
     ) -> None:
         """Run forward and backward pass of a micro-batch."""
         self.strategy.set_requires_sync(is_last=is_last)
-        with self._draws.micro_batch(epoch, micro_batch), self.statistics_of(micro_batch.share):
+        with self.draws.micro_batch(epoch, micro_batch), self.statistics_of(micro_batch.share):
             with (
                 self.autocast(),
-                self._draws.forward(),
+                self.draws.forward(),
                 self._gradient_watch.watched(micro_batch.share),
                 gathering(gathering_of(self.gathering, micro_batch.share)),
             ):
