@@ -148,7 +148,14 @@ def _import_file(file: str, module_name: str, what: str) -> None:
     # Objects that are pickled for loader processes refer to their classes by module name.
     sys.modules[module_name] = module
     sys.path.insert(0, str(Path(file).parent))
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{what}: {error}",
+            hint=f"install the package; a file of yours belongs into {Path(file).parent}, and into "
+            "submit(..., files=[...]) if a server runs the job",
+        ) from error
 
 
 def make_task_importable(location: str) -> None:

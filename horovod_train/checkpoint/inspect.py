@@ -86,7 +86,7 @@ def describe(path: Path) -> str:
     return "\n".join(lines)
 
 
-def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[StoredCheckpoint, int]:
+def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[StoredCheckpoint, int, bool]:
     """Write the weights and buffers of the newest valid checkpoint to one safetensors file.
 
     The names are those of the model, for every strategy. One array is in memory at a time.
@@ -98,7 +98,7 @@ def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[Sto
             trained weights. None: those with which the optimizer evaluates, if any, else the trained weights.
 
     Returns:
-        The checkpoint, and the size of the file in bytes.
+        The checkpoint, the size of the file in bytes, and whether the weights are averaged ones.
 
     Raises:
         CheckpointError: There is no valid checkpoint, it has no averaged weights although ``averaged`` is
@@ -110,7 +110,7 @@ def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[Sto
         raise CheckpointError(
             f"{path} has no valid checkpoint", hint="name the folder of a run, such as runs/<name>"
         )
-    model = _weights_of(found.path, averaged=averaged)
+    model, is_averaged = _weights_of(found.path, averaged=averaged)
     temporary = file.with_name(f".{file.name}-{os.getpid()}")
     try:
         if file.exists():
@@ -121,11 +121,11 @@ def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[Sto
         raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    return found, size_bytes
+    return found, size_bytes, is_averaged
 
 
-def _weights_of(path: Path, *, averaged: bool | None) -> StoredArrays:
-    """Return weights and buffers of a checkpoint by name; raises ``CheckpointError`` as ``export``."""
+def _weights_of(path: Path, *, averaged: bool | None) -> tuple[StoredArrays, bool]:
+    """Return weights and buffers of a checkpoint by name, and whether they are averaged ones."""
     content = read_checkpoint(path, ["model", "optimizer", "state"])
     model, optimizer = content.arrays["model"], content.arrays["optimizer"]
     tree = content.documents["state"]["optimizer_tree"]
@@ -137,11 +137,10 @@ def _weights_of(path: Path, *, averaged: bool | None) -> StoredArrays:
         )
     is_wanted = averaged or (averaged is None and found is not None and found["is_default"])
     if not is_wanted:
-        return model
+        return model, False
     prefix = "averaged.weights."
-    return model.replaced(
-        {n.removeprefix(prefix): optimizer.pieces(n) for n in optimizer if n.startswith(prefix)}
-    )
+    averages = {n.removeprefix(prefix): optimizer.pieces(n) for n in optimizer if n.startswith(prefix)}
+    return model.replaced(averages), True
 
 
 def differences(first: Path, second: Path) -> list[str]:

@@ -82,7 +82,8 @@ def diff(first: Path, second: Path) -> None:
 @click.option(
     "--averaged/--trained",
     default=None,
-    help="Export the averaged weights (`ema` in the job), or the trained ones.",
+    help="Export the averaged weights (`ema` in the job), or the trained ones; default: those that were "
+    "evaluated.",
 )
 def export(path: Path, file: Path, *, averaged: bool | None) -> None:
     """Write the weights of the newest valid checkpoint in PATH to the safetensors file FILE.
@@ -92,5 +93,6 @@ def export(path: Path, file: Path, *, averaged: bool | None) -> None:
     """
     from horovod_train.checkpoint.inspect import export as export_weights
 
-    found, size_bytes = export_weights(path, file, averaged=averaged)
-    click.echo(f"{file}: weights of {found.name}, {size_bytes / 1e6:.2f} MB")
+    found, size_bytes, is_averaged = export_weights(path, file, averaged=averaged)
+    kind = "averaged weights" if is_averaged else "weights"
+    click.echo(f"{file}: {kind} of {found.name}, {size_bytes / 1e6:.2f} MB")

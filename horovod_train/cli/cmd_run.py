@@ -70,7 +70,7 @@ def refuse_as_rank() -> None:
         UserError: Such a launcher has started this process as one of several.
     """
     from horovod_train.errors import UserError
-    from horovod_train.horovod.launched import how_to_start, started_by
+    from horovod_train.horovod.launched import how_to_start, started_by, variables_of
 
     started = started_by(os.environ)
     # `srun --pty bash` also sets the variables of a rank, but its standard input is a terminal.
@@ -78,7 +78,8 @@ def refuse_as_rank() -> None:
         return
     raise UserError(
         f"`run` starts the ranks itself, but {started}",
-        hint=how_to_start(started, os.environ),
+        hint=f"{how_to_start(started, os.environ)}; if no launcher has started this shell, remove its "
+        f"variables: `unset {' '.join(variables_of(started, os.environ))}`",
     )
 
 

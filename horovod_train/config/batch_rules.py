@@ -62,6 +62,18 @@ def options_can_be_split(job: Job) -> Iterator[Problem]:
                 yield Problem(f"launch.{name}.options", repr(option), "cannot be split", "close its quotes")
 
 
+def pbs_options_request_no_nodes(job: Job) -> Iterator[Problem]:
+    """Refuse requests of nodes, which the number of ranks determines."""
+    for option in job.launch.pbs.options:
+        if re.match(r"-l\s*([^=]*,)?(select|nodes|ncpus|mpiprocs|place)=", option):
+            yield Problem(
+                "launch.pbs.options",
+                repr(option),
+                "requests nodes, as launch.num_ranks does",
+                "use launch.num_ranks, launch.pbs.ranks_per_node and launch.pbs.chunk",
+            )
+
+
 def slurm_interface_has_an_effect(job: Job) -> Iterator[Problem]:
     """Refuse ``launch.slurm.mpi`` without MPI."""
     launch = job.launch
@@ -114,6 +126,7 @@ BATCH_RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     batch_jobs_keep_their_nodes,
     batch_job_is_no_array,
     options_can_be_split,
+    pbs_options_request_no_nodes,
     slurm_interface_has_an_effect,
     gridengine_places_ranks,
     batch_system_supports_controller,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,10 +41,16 @@ def code_files_exist(job: Job) -> Iterator[Problem]:
     """Require that files of the user's code exist; on Kubernetes, they may exist only in the image."""
     if job.launch.launcher == LAUNCHER:
         return
+    if job.task.startswith("__main__:"):
+        hint = "put it into a file, and write task: FILE.py:" + job.task.partition(":")[2]
+        yield Problem("task", repr(job.task), "is in the program itself, which ranks do not import", hint)
     schedules = {f"optimizer.schedules.{name}": value for name, value in job.optimizer.schedules.items()}
     locations = {"task": job.task, "lr.scaling": job.lr.scaling, "lr.decay": job.lr.decay, **schedules}
     for path, location in locations.items():
-        file = location.rpartition(":")[0] if isinstance(location, str) else ""
+        file, _, attribute = location.rpartition(":") if isinstance(location, str) else ("", "", "")
+        if file and not file.endswith(".py") and not all(map(str.isidentifier, file.split("."))):
+            found = f"{file!r} is neither a module nor a file that ends in .py"
+            yield Problem(path, repr(location), found, "write module:Class or path/to/file.py:Class")
         if not file.endswith(".py"):
             continue
         try:
@@ -53,6 +60,41 @@ def code_files_exist(job: Job) -> Iterator[Problem]:
             continue
         if is_missing:
             yield no_such_file(path, str(location), file)
+        elif attribute != "__main__" and attribute not in (names := names_in(Path(file).expanduser())):
+            hint = f"it defines {', '.join(sorted(names)[:10])}" if names else ""
+            yield Problem(path, repr(location), f"{file} does not define {attribute}", hint)
+
+
+class _Everything(frozenset[str]):
+    """The names of a file that cannot be known without running it."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def names_in(file: Path) -> frozenset[str]:
+    """Return the names that a Python file defines at its top level, without running it.
+
+    All names are contained if the file cannot be read or parsed, or defines names in another way.
+    """
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return _Everything()  # running it reports the reason
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.alias(name="*"):
+                return _Everything()
+            case ast.alias(name=name, asname=other):
+                names.add(other or name.partition(".")[0])
+            case ast.Name(id="globals" | "exec" | "setattr"):
+                return _Everything()
+    return _Everything() if "__getattr__" in names else frozenset(names)
 
 
 def no_such_file(path: str, location: str, file: str) -> Problem:

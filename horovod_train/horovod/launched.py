@@ -70,6 +70,12 @@ def started_by(environ: Mapping[str, str]) -> Started | None:
     return None
 
 
+def variables_of(started: Started, environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables by which a launcher was recognized."""
+    (row,) = (each for each in LAUNCHERS if each.program == started.program)
+    return [name for name in (row.size, row.rank, row.local_rank) if name in environ]
+
+
 def started_as_one_of_many(environ: Mapping[str, str]) -> bool:
     """Whether a launcher started this process as a rank of a world, possibly of size 1.
 

@@ -364,7 +364,7 @@ def _error_response(_: Request, error: Exception) -> Response:
     return JSONResponse(ErrorDocument.of(error).model_dump(), status)
 
 
-def _validation_response(_: Request, error: Exception) -> Response:
+def _validation_response(request: Request, error: Exception) -> Response:
     """Return the response for a request whose parameters or body are not valid."""
     if not isinstance(error, RequestValidationError):
         raise error
@@ -372,5 +372,8 @@ def _validation_response(_: Request, error: Exception) -> Response:
         ProblemDocument(path=".".join(map(str, each["loc"])), found="", message=each["msg"], hint="")
         for each in error.errors()[:MAX_PROBLEMS]
     ]
-    document = ErrorDocument(kind="request", message="the request is not valid", hint="", problems=problems)
+    kind = request.headers.get("content-type", "")
+    is_json = kind.partition(";")[0].strip().endswith("json") or request.method == "GET"
+    hint = "" if is_json else f"send the header `Content-Type: application/json`; it is {kind or 'missing'}"
+    document = ErrorDocument(kind="request", message="the request is not valid", hint=hint, problems=problems)
     return JSONResponse(document.model_dump(), 422)

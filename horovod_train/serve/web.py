@@ -125,7 +125,12 @@ class Guard:
         except ValueError:
             raise Refusal(400, "invalid Host header") from None
         if self._names and host.lower() not in self._names:
-            raise Refusal(400, "the host name is not accepted by this server")
+            names = ", ".join(self._names)
+            raise Refusal(
+                400,
+                f"the Host header names {host[:100]!r}; accepted: {names}. Let a proxy send one of these "
+                "(nginx: proxy_set_header Host localhost), or start the server with --host and that name",
+            )
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != given:
             raise Refusal(403, "request from another origin")

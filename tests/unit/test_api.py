@@ -103,7 +103,7 @@ def ask(port, path, method="GET", body=None, token=SUBMIT, **headers):
         if token:
             given["Authorization"] = f"Bearer {token}"
         if body is not None:
-            given["Content-Type"] = "application/json"
+            given.setdefault("Content-Type", "application/json")
         data = json.dumps(body) if isinstance(body, dict | list) else body
         is_chunked = "Transfer-Encoding" in given
         connection.request(method, f"/api/v1{path}", data, given, encode_chunked=is_chunked)
@@ -390,6 +390,21 @@ class TestRoles:
     def test_another_name_or_origin_is_refused(self, port, launcher, headers, status):
         assert ask(port, "/jobs", "POST", {"job": JOB}, **headers)[0] == status
         assert launcher.requests == []
+
+    def test_a_refused_name_is_told_with_the_remedy(self, port, launcher):
+        _, text = ask(port, "/jobs", Host="ml.example.com")
+
+        assert "'ml.example.com'; accepted: 127.0.0.1, localhost" in str(text)
+
+    def test_a_body_of_another_type_is_told_what_to_send(self, port, launcher):
+        answers = [
+            ask(port, "/jobs", "POST", json.dumps({"job": JOB}).encode(), Content_Type="text/plain"),
+            ask(port, "/jobs", "POST", {"job": 3}),
+        ]
+
+        assert [status for status, _ in answers] == [422, 422]
+        assert "`Content-Type: application/json`; it is text/plain" in answers[0][1]["hint"]
+        assert not answers[1][1]["hint"]
 
 
 class TestEnding:

@@ -82,7 +82,7 @@ class TestReading:
         assert job.lr.base_lr == 0.001
 
     def test_the_path_of_a_task_starts_at_the_folder_of_the_job(self, tmp_path):
-        (tmp_path / "mine.py").write_text("")
+        (tmp_path / "mine.py").write_text("class Task: ...\n")
         job = load_job(job_file(tmp_path, {"name": "j", "task": "mine.py:Task"}), environ={})
 
         assert job.task == f"{tmp_path / 'mine.py'}:Task"
@@ -118,6 +118,32 @@ class TestReading:
         job = load_job(tmp_path / "job.yaml", environ={})
 
         assert job.task == f"{tmp_path}/mine.py:Task"
+
+    @pytest.mark.parametrize(
+        ("content", "is_there"),
+        [
+            ("class Task: ...", True),
+            ("class Other: ...\ndef task(): ...", False),
+            ("def make():\n    global Task\n    Task = 1", True),
+            ("if True:\n    class Task: ...", True),
+            ("Other = Task = None", True),
+            ("from other import Task", True),
+            ("from other import X as Task", True),
+            ("from other import Task as X", False),
+            ("from other import *", True),
+            ("globals()['Ta' + 'sk'] = 1", True),
+            ("def __getattr__(name): ...", True),
+            ("class Task", True),
+        ],
+    )
+    def test_a_file_is_not_run_to_see_whether_it_defines_a_task(self, tmp_path, content, is_there):
+        (tmp_path / "mine.py").write_text(content)
+        path = job_file(tmp_path, changed(task="mine.py:Task"))
+
+        if is_there:
+            assert load_job(path, environ={}).task == f"{tmp_path}/mine.py:Task"
+        else:
+            assert "does not define Task" in problems(tmp_path, changed(task="mine.py:Task"))["task"]
 
     def test_a_task_that_only_the_image_has_is_left_to_kubernetes(self, tmp_path):
         launch = {"launcher": "mpijob", "hosts": [], "kubernetes": {"image": "train:1.0"}, "num_ranks": 1}
@@ -397,7 +423,7 @@ class TestProblems:
     def test_a_job_may_live_in_a_folder_of_any_name(self, tmp_path):
         folder = tmp_path / "lr=3 @home, c++ (new)"
         folder.mkdir()
-        (folder / "mine.py").write_text("")
+        (folder / "mine.py").write_text("class Task: ...\n")
 
         assert load_job(job_file(folder, {"name": "j", "task": "mine.py:Task"}), environ={}).task
 

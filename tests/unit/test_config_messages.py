@@ -233,6 +233,24 @@ SAID = [
         "call `horovod-train run --launcher pbs-allocation` in a batch script of yours",
     ),
     (
+        {"launch": {"pbs": {"options": ["-q gpu", "-l walltime=1:00:00", "-l nodes=2:ppn=4"]}}},
+        "launch.pbs.options = '-l nodes=2:ppn=4'",
+        "requests nodes, as launch.num_ranks does",
+        "use launch.num_ranks, launch.pbs.ranks_per_node and launch.pbs.chunk",
+    ),
+    (
+        {"task": "__main__:Task"},
+        "task = '__main__:Task'",
+        "is in the program itself, which ranks do not import",
+        "put it into a file, and write task: FILE.py:Task",
+    ),
+    (
+        {"task": "../../etc/passwd:X"},
+        "task = '../../etc/passwd:X'",
+        "'../../etc/passwd' is neither a module nor a file that ends in .py",
+        "write module:Class or path/to/file.py:Class",
+    ),
+    (
         {"launch": {"pbs": {"options": ["-N 'a"]}}},
         'launch.pbs.options = "-N \'a"',
         "cannot be split",

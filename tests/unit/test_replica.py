@@ -9,13 +9,16 @@ from functools import partial
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from support.worlds import on_ranks
 from torch import nn
 
+from horovod_train.checkpoint.inspect import export
+from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.schema import Health, Job, Train
+from horovod_train.config.schema import Checkpoint, Ema, Health, Job, Train
 from horovod_train.data.planned_step import PlannedStep, planned_steps
 from horovod_train.data.shard import MicroBatch, share_of_step
 from horovod_train.errors import CheckpointError, UserError
@@ -42,7 +45,9 @@ class Task:
         return self.poison(model(batch).square().mean())
 
 
-def replica(world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, guard=False, **train):
+def replica(
+    world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, guard=False, ema=None, **train
+):
     model = copy.deepcopy(MODEL)
     parameters = list(trained(model) if trained else model.parameters())
     world = world or SingleRank()
@@ -58,6 +63,7 @@ def replica(world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, g
         train=Train(**train),
         task=task or Task(),
         health=Health(non_finite="skip" if guard else "stop"),
+        ema=ema,
     )
 
 
@@ -423,3 +429,35 @@ class TestWritesToWeights:
         watch = WeightWatch(Turns())
 
         assert not any(self.written([weight], [watch], lambda: None)[0] for _ in range(4))
+
+
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_an_export_contains_the_weights_that_are_evaluated(tmp_path, is_evaluated):
+    made = replica(ema=Ema(decay=0.5, evaluate=is_evaluated))
+    steps(made, 3)
+    with made.averaged.shown():
+        evaluated = made.model.state_dict()["0.weight"].clone()
+    trained = made.model.state_dict()["0.weight"].clone()
+    assert torch.equal(evaluated, trained) is not is_evaluated
+    checkpoints = CheckpointManager(
+        tmp_path / "run", Checkpoint(), SingleRank(), {"name": "job"}, lambda _: None
+    )
+    checkpoints.save(
+        3,
+        take_state=lambda copy: made.state(copy=copy),
+        rng=b"generators",
+        progress={"step": 3},
+        summary={"epochs": 1.0, "metrics": {}, "unix_time_s": 0.0},
+        wait=True,
+    )
+    checkpoints.close()
+
+    exported = {}
+    for averaged in (None, True, False):
+        file = tmp_path / f"{averaged}.safetensors"
+        _, _, is_averaged = export(tmp_path / "run", file, averaged=averaged)
+        assert is_averaged is (is_evaluated if averaged is None else averaged)
+        exported[averaged] = safetensors.torch.load_file(file)["0.weight"]
+    assert torch.equal(exported[None], evaluated)
+    assert torch.equal(exported[False], trained)
+    assert not torch.equal(exported[True], trained)

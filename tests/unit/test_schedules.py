@@ -188,8 +188,8 @@ class TestFunctionsOfTheUser:
     def test_must_exist(self, folder):
         with pytest.raises(ConfigError, match=r"(?s)lr\.decay .*no such file: .*nothing\.py"):
             self.job(folder, lr={"decay": "nothing.py:curve"})
-        with pytest.raises(UserError, match="has no 'other'"):
-            LearningRatePolicy(self.job(folder, lr={"decay": "curves.py:other"}).lr, 64, 1).check()
+        with pytest.raises(ConfigError, match=r"(?s)lr\.decay .*curves\.py does not define other"):
+            self.job(folder, lr={"decay": "curves.py:other"})
 
     def test_of_equal_names_in_two_folders_are_both_used(self, folder, tmp_path):
         other = tmp_path / "other"

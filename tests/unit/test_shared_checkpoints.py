@@ -379,7 +379,7 @@ class TestExport:
     def test_joins_what_ranks_have_written(self, tmp_path):
         saved(tmp_path / "run" / "checkpoints", 3, steps=(1, 2))
 
-        found, size_bytes = export(tmp_path / "run", tmp_path / "model.safetensors")
+        found, size_bytes, _ = export(tmp_path / "run", tmp_path / "model.safetensors")
 
         assert found.name == "step-000000000002"
         assert size_bytes == (tmp_path / "model.safetensors").stat().st_size
@@ -393,7 +393,7 @@ class TestExport:
         file = tmp_path / "run" / "step-000000000002" / "model-00001.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
 
-        found, _ = export(tmp_path / "run", tmp_path / "out.safetensors")
+        found, *_ = export(tmp_path / "run", tmp_path / "out.safetensors")
 
         assert found.name == "step-000000000001"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]

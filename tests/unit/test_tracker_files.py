@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,26 @@ def test_mlflow_has_each_step_once_and_the_job(tmp_path, monkeypatch):
     assert (tmp_path / "mlflow-artifacts" / run.info.run_id / "artifacts" / "checkpoint.txt").read_text() == (
         "/c/step-5\n"
     )
+
+
+def test_mlflow_uses_the_experiment_and_the_run_of_its_own_variables(tmp_path, monkeypatch):
+    uri = f"sqlite:///{tmp_path}/x.db"
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the site")
+    trained(partial(MlFlow, uri), tmp_path / "j", "a", 0, (1, {"loss": 1.0})).end()
+    found, run = read_mlflow(uri, "of the site")
+    assert found["loss"] == [(1, 1.0)]
+
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    made = client.create_run(client.create_experiment("made by a scheduler")).info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", made)
+    trained(partial(MlFlow, uri), tmp_path / "k", "b", 0, (1, {"loss": 2.0})).end()
+    found, run = read_mlflow(uri, "made by a scheduler")
+
+    assert found["loss"] == [(1, 2.0)]
+    assert run.info.run_id == made
+    assert run.data.params["train.epochs"] == "2"
 
 
 def test_mlflow_continues_a_run_whose_parameters_have_changed(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import tempfile
@@ -41,7 +42,8 @@ class MlFlow:
     Args:
         uri: Tracking URI; None: ``MLFLOW_TRACKING_URI``, or else the database ``mlflow.db`` in the folder
             that contains all jobs. Credentials are read from MLflow's environment variables.
-        experiment: Name of the experiment; None: the name of the job.
+        experiment: Name of the experiment; None: ``MLFLOW_EXPERIMENT_NAME``, or else the name of the job.
+            With ``MLFLOW_RUN_ID``, that run is continued in its experiment.
 
     Raises:
         UserError: MLflow is not installed, or the URI contains credentials.
@@ -69,10 +71,13 @@ class MlFlow:
         if not uri:
             _create_database(mlflow.MlflowClient, store / DATABASE)
         self._client = mlflow.MlflowClient(tracking_uri=uri or f"sqlite:///{store / DATABASE}")
-        experiment_id = self._find_experiment(
-            self._experiment or str(run.job["name"]), None if uri else store / "mlflow-artifacts"
-        )
-        earlier = self._find_run(experiment_id, run.folder) if run.step else None
+        given = os.environ.get("MLFLOW_RUN_ID")
+        if given:
+            earlier = self._client.get_run(given)
+        else:
+            name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or str(run.job["name"])
+            experiment_id = self._find_experiment(name, None if uri else store / "mlflow-artifacts")
+            earlier = self._find_run(experiment_id, run.folder) if run.step else None
         last = {"step": 0, "evaluation": 0}
         tags = {FOLDER_TAG: str(run.folder), RUN_TAG: run.run_id, "horovod_train.ranks": str(run.world_size)}
         fields = {name: str(value) for name, value in flat(run.job)}
@@ -83,6 +88,8 @@ class MlFlow:
             self._log_params(params)
         else:
             last = self._continue(earlier, fields, tags)
+            if given and FOLDER_TAG not in earlier.data.tags:
+                self._log_params(fields)
         self._steps = OneValuePerStep(last, run.step, self._note_return)
         for step, values in run.missing(last):
             self.log(step, math.nan, values)

@@ -75,6 +75,10 @@ class AveragedWeights:
         """Whether the job or the optimizer averages weights."""
         return self._ema is not None or self._has_modes
 
+    @property
+    def _are_evaluated(self) -> bool:
+        return self._has_modes or (self._ema is not None and self._ema.evaluate)
+
     def _trained(self) -> dict[str, LocalTensor]:
         names = {
             name
@@ -116,8 +120,7 @@ class AveragedWeights:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Replace the weights by the averaged weights in the block, unless ``ema.evaluate`` is false."""
-        is_shown = self._has_modes or (self._ema is not None and self._ema.evaluate and bool(self._averages))
-        if not is_shown:
+        if not (self._has_modes or (self._are_evaluated and self._averages)):
             yield
             return
         trained = self._trained()
@@ -157,7 +160,7 @@ class AveragedWeights:
         """Return the averaged weights for a checkpoint: a JSON tree, and the arrays to which it refers."""
         if not (tensors := self.tensors()):
             return {}, {}
-        tree = {KEY: {"number": self._num_updates, "is_default": self._has_modes, "weights": tensors}}
+        tree = {KEY: {"number": self._num_updates, "is_default": self._are_evaluated, "weights": tensors}}
         plain, arrays = pack_tree(tree, lambda leaf: isinstance(leaf, LocalTensor))
         assert isinstance(plain, dict)
         return plain, {key: local.blob(cache, key) for key, local in arrays.items()}
