@@ -16,7 +16,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.events.file import Record
 from horovod_train.events.types import Evaluation, Progress, Resumed, Summary
-from horovod_train.study.trials import Trial, job_digest, policy_digest, problem_of
+from horovod_train.study.trials import Trial, policy_digest, problem_of, trial_digest
 from horovod_train.system.files import open_regular, write_atomic
 
 STUDY_FILE = "study.json"
@@ -105,7 +105,7 @@ def result_of(trial: Trial, records: Sequence[Record], problem: str = "") -> Res
         base_lr=trial.job.lr.base_lr,
         peak_lr=trial.learning_rate.peak_lr,
         policy_digest=policy_digest(trial.job),
-        job_digest=job_digest(trial.job),
+        job_digest=trial_digest(trial),
         is_real=trial.is_real,
         problem=problem or ("" if summary else "it has no summary"),
     )
@@ -167,10 +167,10 @@ class Study:
         found = self.results.get(trial.name)
         if found is None or found.problem:
             return None
-        if found.job_digest != job_digest(trial.job):
+        if found.job_digest != trial_digest(trial):
             raise UserError(
                 f"{self.folder} has a result of {trial.name} that was trained with other settings (batch, "
-                "learning rate, optimizer, or another field of the job)",
+                "learning rate, optimizer, evaluation, or another field of the job)",
                 hint="use --output with another folder, or delete this one",
             )
         return found
@@ -206,7 +206,7 @@ def open_study(job: Job, folder: Path, new_id: str) -> Study:
         return Study(folder, job.name, problem_of(job), new_id, datetime.now(UTC).strftime("%Y-%m-%d %H:%M"))
     if study.problem != problem_of(job):
         raise UserError(
-            f"{folder} contains a study of another task, other data, or another length of training",
+            f"{folder} contains a study of another task, or of other code, data or length of training",
             hint="use --output with another folder, or delete this one",
         )
     return study

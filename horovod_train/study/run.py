@@ -7,6 +7,7 @@ checkpoint.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import count
 from statistics import fmean
@@ -39,19 +40,33 @@ def run_trials(study: Study, trials: Iterable[Trial], report: Callable[[str], No
     left = [trial for trial in wanted if study.result_of(trial) is None]
     if len(left) < len(wanted):
         report(f"{len(wanted) - len(left)} of {len(wanted)} trials have results already")
+    if left:
+        report(f"{counted(len(left))} to train: {numbers_text(left)}")
     times_s: list[tuple[Trial, float]] = []
     for number, trial in enumerate(left, len(wanted) - len(left) + 1):
         begun_s = monotonic()
         result = run_trial(study, trial, report)
         study.results[trial.name] = result
         study.save()
-        times_s.append((trial, monotonic() - begun_s))
+        # A trial that an earlier call has trained, or begun, takes less time than another one.
+        times_s.append((trial, max(monotonic() - begun_s, result.seconds or 0.0)))
         rest_s = time_left_s(times_s, left[len(times_s) :])
         found = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         report(
             f"[{number}/{len(wanted)}] {trial.policy}, {ranks_text(trial.num_ranks)}, seed {trial.seed}: "
             f"{result.problem or found}" + (f"; about {duration(rest_s)} left" if rest_s else "")
         )
+
+
+def counted(num_trials: int) -> str:
+    """Return a number of trials as text."""
+    return "1 trial" if num_trials == 1 else f"{num_trials} trials"
+
+
+def numbers_text(trials: list[Trial]) -> str:
+    """Return how many trials have each number of ranks: ``3 on 1 rank, 6 on 8 ranks``."""
+    counts = Counter(trial.num_ranks for trial in trials)
+    return ", ".join(f"{counts[ranks]} on {ranks_text(ranks)}" for ranks in sorted(counts))
 
 
 def time_left_s(times_s: list[tuple[Trial, float]], left: list[Trial]) -> float:
@@ -74,7 +89,7 @@ def run_trial(study: Study, trial: Trial, report: Callable[[str], None]) -> Resu
     records: list[Record] = []
     num_started = 0
     for attempt in count(1):
-        submitted, is_new = start(trial.job, f"study {study.id} {trial.name} {attempt}")
+        submitted, is_new = start(trial.job, f"study {study.id} {trial.name} {attempt} {trial.digest}")
         num_started += is_new
         handle = JobHandle(LocalJob(submitted))
         try:

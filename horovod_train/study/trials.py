@@ -19,6 +19,7 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of, batch_size_of_lr
 from horovod_train.errors import ConfigError, UserError
+from horovod_train.horovod.fingerprint import code_digest, task_files
 from horovod_train.lr.policy import LearningRatePolicy, policy_of
 from horovod_train.registry import SCALINGS, SCRIPT
 
@@ -89,6 +90,11 @@ class Trial:
     def global_batch_size(self) -> int:
         """Samples per optimizer step."""
         return self.job.global_batch_size(axes_of(self.job.strategy, self.num_ranks).data)
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything that determines the weights, and of how they are trained here."""
+        return _digest([trial_digest(self), self.job.model_dump(mode="json")])
 
     @property
     def is_at_reference(self) -> bool:
@@ -227,10 +233,15 @@ def _measuring_noise(job: Job) -> Job:
 
 
 def problem_of(job: Job) -> str:
-    """Return a digest of what a job trains: task, data, length and precision, without rates and sizes."""
+    """Return a digest of what a job trains: task and its code, data, length and precision.
+
+    Rates and sizes do not belong to it.
+    """
     # Without defaults: a later version of this package has further fields.
     tree = job.model_dump(mode="json", exclude=NOT_PART_OF_THE_PROBLEM, exclude_defaults=True)
     tree["train"] = {name: value for name, value in tree.get("train", {}).items() if name not in SIZES}
+    if files := task_files(job.task):
+        tree["code"] = code_digest(files)
     return _digest(tree)
 
 
@@ -241,12 +252,19 @@ def policy_digest(job: Job) -> str:
     return _digest([tree, None if warmup is None else warmup.model_dump(mode="json")])
 
 
-def job_digest(job: Job) -> str:
-    """Return a digest of all settings of a job that determine its weights."""
-    tree = job.model_dump(
-        mode="json", exclude=NOT_PART_OF_THE_PROBLEM - {"lr", "optimizer"}, exclude_defaults=True
-    )
-    return _digest(tree)
+def trial_digest(trial: Trial) -> str:
+    """Return a digest of all settings that determine the weights of a trial.
+
+    How many ranks and micro-batches share a global batch does not belong to it, because it depends on the
+    cores of the machine.
+    """
+    job = trial.job
+    excluded = NOT_PART_OF_THE_PROBLEM - {"lr", "optimizer", "evaluation"}
+    tree = job.model_dump(mode="json", exclude=excluded, exclude_defaults=True)
+    train = tree.get("train", {})
+    shared = {"global_batch_size", "accumulation_steps"}
+    tree["train"] = {name: value for name, value in train.items() if name not in shared}
+    return _digest([tree, trial.global_batch_size])
 
 
 def batch_of(job: Job, num_ranks: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -250,19 +251,21 @@ class TestAdaScale:
             (sigma2 + mu2) / (sigma2 / k + mu2)
         )
 
-    def test_a_job_has_the_gain_of_its_distribution(self):
+    @pytest.mark.parametrize("interval", [None, 1000])
+    def test_a_job_has_the_gain_of_its_distribution_whatever_metrics_measure(self, interval):
         fields = {
             "name": "quadratic",
             "task": "test_noise_scale:Quadratic",
             "lr": {"base_lr": 1e-9, "reference_batch_size": 4, "scaling": "adascale"},
             "train": {"epochs": 2, "batch_size_per_rank": 4, "device": "cpu"},
-            "metrics": {"enabled": False},
+            "metrics": {"enabled": False, "noise_scale_every_steps": interval},
         }
 
         def rank(world):
             _, run = run_of(world, fields)
             told = Told(world.rank)
-            run.hooks.append(MeasureNoise(1, None, told.reporter))
+            parts = SimpleNamespace(job=run.job, recorder=None, reporter=told.reporter)
+            run.hooks.append(MeasureNoise.of(parts))
             train(run)
             return run.progress, run.lr_of(16), told.text
 

@@ -308,8 +308,28 @@ class TestTheFile:
         self.study(tmp_path / "s", digits())
 
         assert open_study(digits("train.seed=7", "lr.base_lr=1.0"), tmp_path / "s", "other").id == "id"
-        with pytest.raises(UserError, match="another task, other data, or another length"):
+        with pytest.raises(UserError, match="another task, or of other code, data or length"):
             open_study(digits("train.epochs=15"), tmp_path / "s", "other")
+
+    def test_of_other_code_is_refused(self, tmp_path):
+        (tmp_path / "own.py").write_text("class Own: ...\n")
+        job = digits(f"task={tmp_path}/own.py:Own")
+        self.study(tmp_path / "s", job)
+        assert open_study(job, tmp_path / "s", "other").id == "id"
+
+        (tmp_path / "own.py").write_text("class Own:\n    width = 256\n")
+
+        with pytest.raises(UserError, match="other code"):
+            open_study(job, tmp_path / "s", "other")
+
+    def test_goes_on_with_another_number_of_cores(self, tmp_path):
+        (two,), (one,) = (trials(digits(), ranks=[2], seeds=1, cores=cores) for cores in (2, 1))
+        found = replace(result_of(two, [event(1, summary(10, 3.0, loss=0.4))]), problem="")
+        study = self.study(tmp_path / "s", digits(), found)
+
+        assert two.job != one.job
+        assert study.result_of(one) == found
+        assert two.digest != one.digest, "an interrupted trial is started again under another key"
 
     def test_of_other_settings_is_refused(self, tmp_path):
         (trial,) = trials(digits(), ranks=[1], seeds=1)
@@ -357,7 +377,7 @@ class TestTheFile:
         run_trials(study, wanted, said.append)
 
         assert run == wanted[3:]
-        assert said[0] == "3 of 4 trials have results already"
+        assert said[:2] == ["3 of 4 trials have results already", "1 trial to train: 1 on 2 ranks"]
         assert len(read_study(tmp_path / "s").results) == 4
 
     def test_the_time_left_is_that_of_trials_on_as_many_ranks(self):

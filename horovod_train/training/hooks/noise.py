@@ -18,7 +18,7 @@ MIN_MEASUREMENTS = 20
 
 
 class MeasureNoise(Hook):
-    """Measures the gradient noise scale at an interval, for metrics and for AdaScale.
+    """Measures the gradient noise scale: at an interval for metrics, in each step for AdaScale.
 
     Estimates are equal on all ranks, because they are computed from sums over ranks.
     """
@@ -33,9 +33,9 @@ class MeasureNoise(Hook):
     def of(cls, parts: HookParts) -> MeasureNoise | None:
         """Return the hook; None: the job does not need the noise scale."""
         interval = parts.job.metrics.noise_scale_every_steps
-        if interval is None and parts.job.lr.scaling != "adascale":
-            return None
-        return cls(interval or 1, parts.recorder, parts.reporter)
+        if parts.job.lr.scaling == "adascale":
+            interval = 1  # a setting of metrics must not change the weights
+        return None if interval is None else cls(interval, parts.recorder, parts.reporter)
 
     def on_start(self, run: Run) -> None:
         """Check that a step has at least two parts, and begin to measure.
