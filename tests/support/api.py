@@ -43,6 +43,7 @@ class Api:
         forbidden: Verbs and resources that we may not, such as "get pods/log".
         unknown: Groups that are not installed.
         away: So many requests for a collection are answered by a server that is starting.
+        away_status: Its answer: 503, or 403 until it knows the Roles.
         breaks_after: Logs break off after so many bytes; None: they do not.
         logs: Text by pod.
         silent_s: Time that passes before an answer.
@@ -58,6 +59,7 @@ class Api:
     num_created: int = 0
     silent_s: float = 0.0
     away: dict[str, int] = field(default_factory=dict)
+    away_status: int = 503
     logs: dict[str, str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
 
@@ -154,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         collection, name, query = self._target()
         time.sleep(self.api.silent_s)
         if self.api.is_away(f"pods/{name}" if name.endswith("/log") else collection):
-            self._refuse(503, "the server is currently unable to handle the request")
+            self._refuse(self.api.away_status, "the server is currently unable to handle the request")
             return
         parts = urlsplit(self.path).path.strip("/").split("/")
         if parts == ["version"]:

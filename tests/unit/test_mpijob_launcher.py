@@ -500,6 +500,39 @@ def test_whoever_follows_a_job_survives_an_api_server_that_starts_again(api, col
     assert list(MpiJobLauncher().logs(job, follow=True)) == ["on 2 ranks", "trained digits"]
 
 
+@pytest.mark.parametrize("collection", ["mpijobs", "pods", "pods/digits-launcher-x0/log"])
+def test_whoever_follows_a_job_survives_an_api_server_that_does_not_know_its_roles_yet(api, collection):
+    api.operator = trains
+    job = submit(api)
+    lines = MpiJobLauncher().logs(job, follow=True)
+    assert next(lines) == "on 2 ranks"
+    api.away_status, api.away[collection] = 403, 3
+    succeeds(api, next(each for (kind, _), each in api.objects.items() if kind == "mpijobs"))
+
+    assert list(lines)[-1:] == ["trained digits"]
+
+
+def test_whoever_may_not_read_is_told_at_once(api):
+    api.operator = trains
+    job = submit(api)
+    api.away_status, api.away["mpijobs"] = 403, 3
+
+    with pytest.raises(LaunchError, match="unable to handle") as caught:
+        next(MpiJobLauncher().logs(job, follow=True))
+    assert "ask for a Role" in caught.value.hint
+
+
+def test_whoever_follows_a_job_that_is_drained_elsewhere_sees_its_end(api):
+    api.operator = trains
+    job = submit(api)
+    lines = MpiJobLauncher().logs(job, follow=True)
+    assert next(lines) == "on 2 ranks"
+    MpiJobLauncher().cancel(job, "drain")
+
+    list(lines)
+    assert MpiJobLauncher().wait(job).exit_code == 75
+
+
 def test_a_log_whose_kubelet_cannot_be_reached_is_asked_for_again(api):
     api.operator = succeeds
     job = submit(api)

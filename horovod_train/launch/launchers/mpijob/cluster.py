@@ -108,6 +108,10 @@ class ExistsError(LaunchError):
     """An object of this kind and name exists."""
 
 
+class ForbiddenError(LaunchError):
+    """A missing permission; also the answer of an API server that has just started and knows no Roles yet."""
+
+
 class UnreachableError(UnansweredError):
     """The API server, or a kubelet, does not respond at present; a later retry may succeed."""
 
@@ -371,4 +375,5 @@ class Cluster:
             403: "ask for a Role; `horovod-train doctor --kubernetes` lists the missing permissions",
             404: "" if "namespace" in message else INSTALL.get(what.partition(" ")[0], ""),
         }
-        return LaunchError(f"{what}: {message}", hint=hints.get(error.status, ""))
+        kind = ForbiddenError if error.status == 403 else LaunchError
+        return kind(f"{what}: {message}", hint=hints.get(error.status, ""))

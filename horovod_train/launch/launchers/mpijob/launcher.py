@@ -27,6 +27,7 @@ from horovod_train.launch.jobs import record_end, recorded_end
 from horovod_train.launch.launchers.mpijob.cluster import (
     Cluster,
     ExistsError,
+    ForbiddenError,
     LogInterruptedError,
     Pod,
     UnreachableError,
@@ -150,17 +151,18 @@ class MpiJobLauncher(PolledLauncher):
         """
         reader, last_message = _Reader(), ""
         known_s = monotonic()
+        passing: list[type[LaunchError]] = [UnreachableError]
         with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
             while True:
                 try:
                     status = _status(job, cluster)
                     pods = launcher_pods(cluster, _Place(job).name)
-                except UnreachableError:
+                except tuple(passing):
                     if not follow or monotonic() - known_s > PATIENCE_S:
                         raise
                     sleep(POLL_S)
                     continue
-                known_s = monotonic()
+                known_s, passing = monotonic(), [UnreachableError, ForbiddenError]
                 has_ended = not follow or status.has_ended
                 if status.message not in ("", last_message) and not has_ended:
                     last_message = status.message
@@ -168,10 +170,12 @@ class MpiJobLauncher(PolledLauncher):
                 for pod in pods:
                     try:
                         yield from reader.lines(cluster, pod, follow=follow)
-                    except (LogInterruptedError, UnreachableError):
+                    except (LogInterruptedError, UnreachableError, ForbiddenError) as error:
+                        if isinstance(error, ForbiddenError) and not reader.has_read:
+                            raise
                         has_ended = False  # read the remaining lines in the next iteration
                 if has_ended:
-                    if not pods:
+                    if not pods and not reader.has_read:
                         raise LaunchError(
                             f"{job.job_id}: its pods are gone, and their logs with them; it is {status}",
                             hint="run.log is in its run_dir, in the folder of this run",
@@ -235,6 +239,11 @@ class _Reader:
     def __init__(self) -> None:
         self._shown: Counter[str] = Counter()
         self._finished: set[str] = set()
+
+    @property
+    def has_read(self) -> bool:
+        """Whether a line was read."""
+        return bool(self._shown)
 
     def lines(self, cluster: Cluster, pod: Pod, *, follow: bool) -> Iterator[str]:
         """Yield new lines of a pod's log."""
