@@ -77,7 +77,11 @@ def fetches(
 
 
 def checked_length(dataset: Dataset) -> int:
-    """Return the number of samples of a dataset; raise UserError if it has no length or no samples."""
+    """Return the number of samples of a dataset.
+
+    Raises:
+        UserError: It has no length, no samples, or no access to samples by their number.
+    """
     try:
         length = len(dataset)
     except TypeError as error:
@@ -87,6 +91,16 @@ def checked_length(dataset: Dataset) -> int:
         ) from error
     if length == 0:
         raise UserError("the dataset has no samples")
+    # Iterable datasets of PyTorch inherit a method that raises NotImplementedError.
+    method = getattr(type(dataset), "__getitem__", None)
+    name = f"{getattr(method, '__module__', '')}.{getattr(method, '__qualname__', '')}"
+    is_abstract = name == "torch.utils.data.dataset.Dataset.__getitem__"
+    if (method is None or is_abstract) and not hasattr(dataset, "__getitems__"):
+        raise UserError(
+            f"a {type(dataset).__name__} has no __getitem__: samples that can only be iterated over cannot "
+            "be split over ranks so that each is read once",
+            hint="give it __getitem__(index), for example by reading an index of the files first",
+        )
     return length
 
 
