@@ -115,3 +115,13 @@ class LateHook(Late):
     def changed(self, model: nn.Module) -> None:
         if self.num_losses == 9:
             model.register_forward_hook(lambda module, inputs, output: output * 2.0)
+
+
+class LateRow(Late):
+    """a row of a weight is written from outside of its module: a copy, where ranks share the weight"""
+
+    only = ("fsdp",)
+
+    def changed(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            model.up.weight[3].zero_()

@@ -91,6 +91,8 @@ class Fsdp(TorchDistributed):
         self._offload = offload
         self._shard_ranks = shard_ranks
         self._exchange = Exchange(self._data)
+        self._versions: list[int] = []
+        self._has_warned = False
 
     def wrap(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> torch.nn.Module:
         """Shard rank 0's model unit by unit, so that each unsharded unit is freed before the next is sharded.
@@ -232,6 +234,29 @@ class Fsdp(TorchDistributed):
     def begin(self, step: PlannedStep) -> None:
         """Start a step: no parameter has a gradient yet."""
         self._used.clear()
+        self._versions = [parameter._version for parameter in self._parameters()]  # noqa: SLF001  (no public API)
+
+    def _warn_of_writes(self) -> None:
+        """Warn, once, of writes to shards during passes: some of them have no effect.
+
+        A part of a ``DTensor``, such as ``weight[3]``, is a copy if it is split over ranks; only the count of
+        writes shows that it was written.
+        """
+        written = [
+            parameter
+            for parameter, before in zip(self._parameters(), self._versions, strict=True)
+            if parameter._version != before  # noqa: SLF001
+        ]
+        if not written or self._has_warned:
+            return
+        self._has_warned = True
+        name = next(name for name, each in self._model.named_parameters() if each is written[0])
+        log.warning(
+            "strategy %s: %s is written during a pass, outside of the module that it belongs to. Writes to a "
+            "part of it, such as weight[3].zero_(), have no effect: write in the task's after_update(model)",
+            self._job.strategy.name,
+            name,
+        )
 
     def set_requires_sync(self, *, is_last: bool) -> None:
         """Prepare for a pass; reduce its gradients if it is the last of the step, or with ``reduce_each``."""
@@ -242,6 +267,7 @@ class Fsdp(TorchDistributed):
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """All-reduce the gradients of unsharded parameters; return the loss of the global batch."""
         self._paths.end_pass()
+        self._warn_of_writes()
         self.sent_bytes = 3 * self._bytes_once  # two all-gathers and a reduce-scatter
         self._used.update(id(p) for p in self._plain if p.grad is not None)
         if self._plain:
