@@ -58,6 +58,26 @@ class Optimizer(Section):
         return "sqrt" if any(part in name for part in DIVIDES_BY_RMS) else "linear"
 
 
+class Ema(Section):
+    """Exponential moving average of the weights, which is evaluated and can be exported."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Weight of the previous average in an update; the current weights have the weight 1 - decay."""
+
+    scale_decay: bool = True
+    """Use decay^k, with k = global batch / ``lr.reference_batch_size``, so that the average spans the same
+    number of samples with each global batch. No effect with ``lr.scaling: none``."""
+
+    every_steps: Count = 1
+    """Interval of updates, in optimizer steps."""
+
+    warmup: bool = False
+    """Limit the decay of update n to (1 + n) / (10 + n), which reduces the influence of initial weights."""
+
+    evaluate: bool = True
+    """Evaluate the average; false: evaluate the trained weights."""
+
+
 class Plateau(Section):
     """Reduction of the learning rate when an evaluation metric no longer improves."""
 

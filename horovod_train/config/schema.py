@@ -19,7 +19,7 @@ from horovod_train.config.fields import (
     VariableName,
 )
 from horovod_train.config.launch import Launch
-from horovod_train.config.optimization import AUTO, LearningRate, Optimizer
+from horovod_train.config.optimization import AUTO, Ema, LearningRate, Optimizer
 
 MAX_EPOCHS = 1_000_000
 
@@ -141,26 +141,6 @@ class Train(Section):
         if taken.get("compile") is not None:
             raise ValueError("compile_backend is compile.backend now, and both are there: leave one out")
         return {**taken, "compile": {"backend": backend}}
-
-
-class Ema(Section):
-    """Exponential moving average of the weights, which is evaluated and can be exported."""
-
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """Weight of the previous average in an update; the current weights have the weight 1 - decay."""
-
-    scale_decay: bool = True
-    """Use decay^k, with k = global batch / ``lr.reference_batch_size``, so that the average spans the same
-    number of samples with each global batch. No effect with ``lr.scaling: none``."""
-
-    every_steps: Count = 1
-    """Interval of updates, in optimizer steps."""
-
-    warmup: bool = False
-    """Limit the decay of update n to (1 + n) / (10 + n), which reduces the influence of initial weights."""
-
-    evaluate: bool = True
-    """Evaluate the average; false: evaluate the trained weights."""
 
 
 class Data(Section):

@@ -103,7 +103,7 @@ ROOMS = {
     "serve": BASICS
     | {"config", "events", "launch.base", "launch.jobs", "client", "monitor", "report", "__init__"},
     "report": BASICS | {"config", "events", "launch.base", "monitor"},
-    "study": BASICS | {"checkpoint", "config", "events", "lr", "client", "report"},
+    "study": BASICS | {"checkpoint", "config", "events", "lr", "client", "report", "horovod"},
     "doctor": BASICS | {"config", "events", "checks", "launch"},
     "tasks": set(),
     # Composition roots: the services of a rank, the trainer, and the library.

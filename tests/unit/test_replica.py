@@ -18,7 +18,8 @@ from horovod_train.checkpoint.inspect import export
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.schema import Checkpoint, Ema, Health, Job, Train
+from horovod_train.config.optimization import Ema
+from horovod_train.config.schema import Checkpoint, Health, Job, Train
 from horovod_train.data.planned_step import PlannedStep, planned_steps
 from horovod_train.data.shard import MicroBatch, share_of_step
 from horovod_train.errors import CheckpointError, UserError

@@ -63,21 +63,21 @@ class CompareWithOneProcess(Hook):
         if self._num_steps < self._next:
             return
         self._next = self._num_steps + min(self._num_steps, MAX_INTERVAL_STEPS)
-        if all(parts := _samples(run, self._share)) and self._report(run, replica.one_process, parts):
+        if all(parts := _samples(run, self._share)) and self._compare(run, replica.one_process, parts):
             self._next = math.inf  # a difference is told once
 
-    def _report(self, run: Run, comparison: GradientComparison, parts: Sequence[Sequence[int]]) -> str:
+    def _compare(self, run: Run, comparison: GradientComparison, parts: Sequence[Sequence[int]]) -> str:
         """Compare, and report the result on rank 0; return what differs."""
         step = run.progress.step
         try:
             found = comparison.compare(step, parts)
         except UserError as error:
-            self._tell(run, step, str(error))
+            self._report_result(run, step, str(error))
             raise
-        self._tell(run, step, found or "")
+        self._report_result(run, step, found or "")
         return found or ""
 
-    def _tell(self, run: Run, step: int, text: str) -> None:
+    def _report_result(self, run: Run, step: int, text: str) -> None:
         if run.world.rank == 0:
             self._reporter.report(ComparedWithOneProcess(step=step, text=text))
 

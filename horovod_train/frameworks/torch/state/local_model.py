@@ -11,12 +11,15 @@ import torch
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, any_rank
 from horovod_train.config.schema import Train
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch
 from horovod_train.frameworks.base import PythonStateOfRank, StepClock, add_metric
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model
 from horovod_train.frameworks.torch.comm.sync_batch_norm import without_statistics
 from horovod_train.frameworks.torch.state.saved_state import SavedState, load_rank_states, rank_state_of
 from horovod_train.frameworks.torch.step.averaged_weights import AveragedWeights
+from horovod_train.frameworks.torch.step.gathering import Gathering, gathering, gathering_of
+from horovod_train.frameworks.torch.step.gradient_watch import GradientWatch
 from horovod_train.frameworks.torch.step.loss import StepLoss
 from horovod_train.frameworks.torch.step.sample_random import RankDraws
 from horovod_train.frameworks.torch.step.statistics import RunningStatistics
@@ -48,6 +51,8 @@ class ReplicaBase:
         averaged: Averaged weights, which evaluation uses instead of the trained weights.
         loss: Loss of the current step.
         draws: Random numbers of passes.
+        gathering: Ranks that ``horovod_train.gather`` joins.
+        gradient_watch: Refuses gradients that a loss computes itself.
         is_training: Whether modules are in training mode.
         python_state: State in Python of the task and the model; None: the user's own loop has it.
         first_steps: Checks of the first steps.
@@ -69,6 +74,8 @@ class ReplicaBase:
     loss: StepLoss
     is_training: bool
     draws: RankDraws
+    gathering: Gathering
+    gradient_watch: GradientWatch
     python_state: PythonStateOfRank | None = None
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -90,6 +97,18 @@ class ReplicaBase:
         """Return the context for a strategy that runs the passes of a step itself."""
         assert self.task is not None
         return PassContext(self.task, self.autocast, clock.lap, self.without_statistics, self.loss.weigh)
+
+    @contextmanager
+    def forward_context(self, share: float) -> Iterator[None]:
+        """Run the forward pass of a micro-batch, given its fraction of the step's samples, in the block."""
+        over = gathering_of(self.gathering, share)
+        with self.autocast(), self.draws.forward(), self.gradient_watch.watched(share), gathering(over):
+            yield
+
+    def scheduled_loss(self, step: PlannedStep, clock: StepClock) -> torch.Tensor:
+        """Run the passes of a step by the strategy; return this rank's part of the loss, shape []."""
+        with gathering(self.gathering):
+            return self.strategy.run_schedule(step, self.pass_context_of(clock))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[MicroBatch, object]]) -> dict[str, tuple[float, int]]:

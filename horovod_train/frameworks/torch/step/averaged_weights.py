@@ -17,7 +17,8 @@ import torch
 
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.tree import pack_tree
-from horovod_train.config.schema import Ema, Job
+from horovod_train.config.optimization import Ema
+from horovod_train.config.schema import Job
 from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm.exchange import wide_type

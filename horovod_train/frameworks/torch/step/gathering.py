@@ -23,8 +23,15 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from horovod_train.collectives.base import Communicator
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, TorchSingleRank, sum_over
+from horovod_train.frameworks.torch.comm.collectives import (
+    TensorCollectives,
+    TorchSingleRank,
+    sum_over,
+    tensor_communicator,
+)
+from horovod_train.frameworks.torch.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,12 @@ def _sum_of(over: Gathering, part: torch.Tensor, place: slice, total: int, name:
     rows[place] = part
     assert over.ranks is not None
     return sum_over(over.ranks, rows, f"horovod_train.gather.{name}")
+
+
+def gathering_over(strategy: Strategy, data_ranks: Communicator) -> Gathering:
+    """Return the gathering over the data-parallel ranks, if the strategy sums gradients over them."""
+    is_exact = strategy.capabilities.sums_gradients or data_ranks.size == 1
+    return Gathering(tensor_communicator(data_ranks) if is_exact else None)
 
 
 def gathering_of(over: Gathering, share: float) -> Gathering:

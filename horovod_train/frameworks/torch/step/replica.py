@@ -10,12 +10,12 @@ import torch
 
 from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.collectives.base import Communicator
-from horovod_train.config.schema import Ema, Health, Train
+from horovod_train.config.optimization import Ema
+from horovod_train.config.schema import Health, Train
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import StepClock
-from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.sizes.flops import FlopCounter
 from horovod_train.frameworks.torch.state.local_model import ReplicaBase
 from horovod_train.frameworks.torch.state.optimizer import ScheduledArguments, set_rates
@@ -26,7 +26,7 @@ from horovod_train.frameworks.torch.step.averaged_buffers import AveragedBuffers
 from horovod_train.frameworks.torch.step.averaged_weights import AveragedWeights
 from horovod_train.frameworks.torch.step.deferred import Number, Outcome, Packed, pack
 from horovod_train.frameworks.torch.step.device_clock import CudaTimer, DeviceClock, HostTimer
-from horovod_train.frameworks.torch.step.gathering import Gathering, gathering, gathering_of
+from horovod_train.frameworks.torch.step.gathering import gathering_over
 from horovod_train.frameworks.torch.step.gradient_watch import GradientWatch
 from horovod_train.frameworks.torch.step.graphs import Recorder, StepGraphs, rate_of_graphs
 from horovod_train.frameworks.torch.step.loss import StepLoss
@@ -86,6 +86,7 @@ class TorchReplica(ReplicaBase):
     """
 
     one_process: object | None = None
+    is_training = False
 
     def __init__(
         self,
@@ -124,9 +125,10 @@ class TorchReplica(ReplicaBase):
         self.saved_state = SavedState(
             model, optimizer, strategy, self.scaler, self.averaged, prints_notices=self.all_ranks.rank == 0
         )
+        self.gathering = gathering_over(strategy, data_ranks)
         self.first_steps = FirstSteps([self.equality.check, self.saved_state.check])
         self._task = cast("TorchTask", task)  # None in a user's own loop, which computes its loss itself
-        self._gradient_watch = GradientWatch(model, strategy, self._with_gradients)
+        self.gradient_watch = GradientWatch(model, strategy, self._with_gradients)
         self._task_after_update = TaskAfterUpdate(task, model, strategy)
         self.lag_steps = self._lag_steps(lag_steps)
         self._timer: CudaTimer | HostTimer | None = None
@@ -142,13 +144,10 @@ class TorchReplica(ReplicaBase):
             self._parts.append(self.statistics)
         self._after_update: list[FollowsUpdates] = [averaged_buffers, self._task_after_update, self.averaged]
         self._on_host, self._on_device = self._make_updates()
-        self.is_training = False
         self._not_optimized: list[torch.nn.Parameter] = []
         self._graphs: StepGraphs | None = None
         self._scheduled = ScheduledArguments(optimizer)
         self.draws = draws_of(train, self.device)
-        is_exact = strategy.capabilities.sums_gradients or data_ranks.size == 1
-        self.gathering = Gathering(tensor_communicator(data_ranks) if is_exact else None)
 
     def _lag_steps(self, wanted: int | None) -> int:
         may_skip = self._guard_gradients or self.train.precision == "fp16"
@@ -216,8 +215,7 @@ class TorchReplica(ReplicaBase):
     def run_schedule(self, step: PlannedStep, clock: StepClock) -> None:
         """Run the forward and backward passes of a step."""
         if self.strategy.capabilities.owns_schedule:
-            with gathering(self.gathering):
-                self.loss.add(self.strategy.run_schedule(step, self.pass_context_of(clock)))
+            self.loss.add(self.scheduled_loss(step, clock))
             return
         for number, (micro_batch, batch) in enumerate(step, 1):
             clock.lap("data")
@@ -230,12 +228,7 @@ class TorchReplica(ReplicaBase):
         """Run forward and backward pass of a micro-batch."""
         self.strategy.set_requires_sync(is_last=is_last)
         with self.draws.micro_batch(epoch, micro_batch), self.statistics_of(micro_batch.share):
-            with (
-                self.autocast(),
-                self.draws.forward(),
-                self._gradient_watch.watched(micro_batch.share),
-                gathering(gathering_of(self.gathering, micro_batch.share)),
-            ):
+            with self.forward_context(micro_batch.share):
                 loss = self._task.loss(self.forward_model, batch)
             clock.lap("forward")
             self._add_gradient(loss, micro_batch.share)
