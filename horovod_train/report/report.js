@@ -1,11 +1,14 @@
 
 document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 
+// Plotly reads titles and names as HTML, with links.
+const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+
 function trace(chart, curve, place) {
   const color = PHASE_COLOURS[curve.name] ?? COLORS[place % COLORS.length];
-  if (chart.kind === "bars") return { type: "bar", name: curve.name, x: curve.x, y: curve.y, marker: { color } };
+  if (chart.kind === "bars") return { type: "bar", name: plain(curve.name), x: curve.x, y: curve.y, marker: { color } };
   const mode = curve.x.length < 3 ? "lines+markers" : "lines";
-  return { name: curve.name, x: curve.x, y: curve.y, mode, line: { color, width: 1.5 } };
+  return { name: plain(curve.name), x: curve.x, y: curve.y, mode, line: { color, width: 1.5 } };
 }
 
 // A button of each chart saves it as a picture.
@@ -23,8 +26,8 @@ await Promise.all(charts.map((chart, place) => {
     paper_bgcolor: colour("background"),
     showlegend: isLong,
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
-    xaxis: { title: { text: chart.x_title }, ...(chart.kind === "bars" ? { type: "category" } : {}) },
-    yaxis: { title: { text: isLong ? "" : chart.y_title } },
+    xaxis: { title: { text: plain(chart.x_title) }, ...(chart.kind === "bars" ? { type: "category" } : {}) },
+    yaxis: { title: { text: isLong ? "" : plain(chart.y_title) } },
   }, `${chart.title}; the tables have the numbers`, withPicture(chart.title));
 }));
 document.documentElement.dataset.drawn = String(charts.length);

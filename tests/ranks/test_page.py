@@ -183,6 +183,26 @@ def drawn(shown, chart, *fields):
     return shown.page.evaluate(program, [chart, list(fields)])
 
 
+def test_the_name_of_a_metric_is_text_in_a_report(chromium, tmp_path):
+    name = "<a href='https://evil.example'>acc</a> & <b>x</b>"
+    folder = tmp_path / "runs" / "j" / "a"
+    folder.mkdir(parents=True)
+    events = EventsFile(folder / "events.jsonl")
+    events.write(opened("j", "a"))
+    for step in (1, 2):
+        events.write(Evaluation(epoch=step, metrics={name: 0.5}, step=step), 0)
+    events.close()
+    cli("report", str(folder), "-o", "report.html", cwd=tmp_path)
+
+    with tab(chromium) as shown:
+        shown.page.goto((tmp_path / "report.html").as_uri())
+        shown.page.wait_for_selector("html[data-drawn]", timeout=SHOWN_MS)
+
+        titles = shown.page.locator("#chart-0 .ytitle").all_text_contents()
+        assert [name in title for title in titles] == [True]
+        assert not shown.page.locator("a[href*='evil']").count()
+
+
 LOSSES = {"a": [8.0, 4.0, 2.0, 1.0, 0.5, 0.25], "b": [9.0, 7.0, 5.0]}
 RETURNED = {5: 0.75, 6: 0.125}  # the run a returns to a checkpoint of step 4
 BY_STEP = [8.0, 4.0, 2.0, 1.0, 0.75, 0.125]
