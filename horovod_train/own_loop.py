@@ -28,6 +28,7 @@ from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.state.generators import rng_state, seed_generators
+from horovod_train.frameworks.torch.step.averaged_weights import Averaging
 from horovod_train.frameworks.torch.step.deferred import Outcome
 from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
 from horovod_train.frameworks.torch.step.replica import TorchReplica
@@ -153,7 +154,7 @@ def prepare_replica(
         all_ranks=mesh.world,
         train=job.train,
         health=job.health,
-        ema=job.ema,
+        averaging=None if job.ema is None else Averaging(job.ema),
     )
     replica.broadcast()
     check_replicas_identical(mesh.world, replica.state(copy=False), "at the start")

@@ -15,6 +15,7 @@ COMPARED = (
     "task_args",
     "train",
     "optimizer",
+    "ema",
     "lr",
     "data",
     "allreduce",

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
-from horovod_train.config.fields import is_command
+from horovod_train.config.fields import is_command, words_of
 from horovod_train.config.schema import Job
 from horovod_train.errors import Problem
+
+NODES = {"select", "nodes", "ncpus", "mpiprocs"}
+"""Resources of PBS that request nodes."""
 
 BATCH_SYSTEMS = {"slurm": "Slurm", "pbs": "PBS", "gridengine": "Grid Engine", "lsf": "LSF"}
 """Names of batch systems by the names of their launchers, and of their sections in ``launch``."""
@@ -62,10 +66,18 @@ def options_can_be_split(job: Job) -> Iterator[Problem]:
                 yield Problem(f"launch.{name}.options", repr(option), "cannot be split", "close its quotes")
 
 
+def resources_of(option: str) -> set[str]:
+    """Return the resources that options of qsub request: ``-l a=1,b=2 -lc=3``."""
+    words = words_of([option])
+    lists = [word for before, word in pairwise(["", *words]) if before == "-l"]
+    lists += [word.removeprefix("-l") for word in words if word.startswith("-l")]
+    return {part.partition("=")[0] for each in lists for part in each.split(",")}
+
+
 def pbs_options_request_no_nodes(job: Job) -> Iterator[Problem]:
     """Refuse requests of nodes, which the number of ranks determines."""
     for option in job.launch.pbs.options:
-        if re.match(r"-l\s*([^=]*,)?(select|nodes|ncpus|mpiprocs|place)=", option):
+        if is_command(option) and NODES & resources_of(option):
             yield Problem(
                 "launch.pbs.options",
                 repr(option),

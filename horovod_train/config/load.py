@@ -142,7 +142,10 @@ def changed(job: Job, settings: Mapping[str, object], source: str) -> Job:
     Raises:
         ConfigError: The changed job is not valid; the error names ``source`` and lists all problems.
     """
-    return job_from(job.model_dump(mode="json"), Path(), source, environ={}, settings=settings)
+    tree = job.model_dump(mode="json")
+    if "scaling" not in job.lr.model_fields_set:
+        del tree["lr"]["scaling"]  # the rule of the optimizer, which may be changed
+    return job_from(tree, Path(), source, environ={}, settings=settings)
 
 
 def plain_values(given: Mapping[str, object]) -> Tree:

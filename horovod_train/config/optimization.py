@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
@@ -11,21 +12,15 @@ from horovod_train.config.fields import Count, Fraction, ImportPath, Name, Point
 AUTO = "auto"
 """The scaling rule that suits the optimizer."""
 
-DIVIDES_BY_RMS = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "adabelief", "adopt", "adan", "lamb")
-"""Parts of the names of optimizers that divide a gradient by the root of its mean square."""
-
-WITHOUT_RULE = (
-    "lion",
-    "muon",
-    "schedulefree",
-    "schedule_free",
-    "shampoo",
-    "soap",
-    "sophia",
-    "dadapt",
-    "prodigy",
+DIVIDES_BY_RMS = re.compile(
+    "adam|amsgrad|adagrad|adadelta|rmsprop|adafactor|adabelief|adahessian|adopt|adan|yogi|novograd|came$|lamb$"
 )
-"""Parts of the names of optimizers for which no scaling rule is established."""
+"""Names of optimizers that divide a gradient by the root of its mean square."""
+
+WITHOUT_RULE = re.compile(
+    "lion|muon|schedule_?free|shampoo|soap|sophia|prodigy|dadapt|rprop|sign_?sgd|signum"
+)
+"""Names of optimizers for which no scaling rule is established."""
 
 
 class Optimizer(Section):
@@ -53,9 +48,9 @@ class Optimizer(Section):
         ('sqrt', None)
         """
         name = self.name.rpartition(":")[2].lower()
-        if any(part in name for part in WITHOUT_RULE):
+        if WITHOUT_RULE.search(name):
             return None
-        return "sqrt" if any(part in name for part in DIVIDES_BY_RMS) else "linear"
+        return "sqrt" if DIVIDES_BY_RMS.search(name) else "linear"
 
 
 class Ema(Section):
@@ -65,8 +60,8 @@ class Ema(Section):
     """Weight of the previous average in an update; the current weights have the weight 1 - decay."""
 
     scale_decay: bool = True
-    """Use decay^k, with k = global batch / ``lr.reference_batch_size``, so that the average spans the same
-    number of samples with each global batch. No effect with ``lr.scaling: none``."""
+    """Use decay^k, with k = samples of the step / ``lr.reference_batch_size``, so that the average spans the
+    same number of samples with each global batch. No effect with ``lr.scaling: none``."""
 
     every_steps: Count = 1
     """Interval of updates, in optimizer steps."""
@@ -114,7 +109,8 @@ class LearningRate(Section):
 
     scaling: ImportPath | Name = AUTO
     """Scaling rule of the rate with the global batch: linear, sqrt, none, legw, adam_sqrt, adascale, or an
-    import path ``file.py:rule``. auto: sqrt for Adam and its relatives, otherwise linear."""
+    import path ``file.py:rule``. auto: sqrt for Adam and its relatives; otherwise, and in own loops, linear.
+    """
 
     scale_weight_decay: bool = False
     """Scale the optimizer's ``weight_decay`` so that rate x weight decay x steps per epoch is constant."""

@@ -48,7 +48,7 @@ def code_files_exist(job: Job) -> Iterator[Problem]:
     locations = {"task": job.task, "lr.scaling": job.lr.scaling, "lr.decay": job.lr.decay, **schedules}
     for path, location in locations.items():
         file, _, attribute = location.rpartition(":") if isinstance(location, str) else ("", "", "")
-        if file and not file.endswith(".py") and not all(map(str.isidentifier, file.split("."))):
+        if not file.endswith(".py") and "/" in file:
             found = f"{file!r} is neither a module nor a file that ends in .py"
             yield Problem(path, repr(location), found, "write module:Class or path/to/file.py:Class")
         if not file.endswith(".py"):
@@ -92,7 +92,9 @@ def names_in(file: Path) -> frozenset[str]:
                 return _Everything()
             case ast.alias(name=name, asname=other):
                 names.add(other or name.partition(".")[0])
-            case ast.Name(id="globals" | "exec" | "setattr"):
+            case ast.Name(id="globals" | "locals" | "vars" | "exec" | "eval" | "setattr"):
+                return _Everything()
+            case ast.Attribute(attr="__dict__"):
                 return _Everything()
     return _Everything() if "__getattr__" in names else frozenset(names)
 

@@ -434,5 +434,6 @@ class Job(Section):
         """Replace ``lr.scaling: auto`` by the rule for the optimizer, if there is one."""
         if self.lr.scaling == AUTO and self.optimizer.scaling is not None:
             chosen = self.lr.model_copy(update={"scaling": self.optimizer.scaling})
+            chosen.__pydantic_fields_set__.discard("scaling")  # another optimizer has another rule
             object.__setattr__(self, "lr", chosen)  # sections are frozen
         return self

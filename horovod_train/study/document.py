@@ -12,7 +12,8 @@ from horovod_train.study.table import Row, StudyTable, cells_of, verdicts
 NOT_REAL = (
     "* This machine has fewer cores than ranks: these rows trained the same global batches on fewer ranks, "
     "with more micro-batches. Their times are not those of the ranks. Their weights are, up to rounding, "
-    "unless the policy is adascale, or the model has batch normalization or draws random numbers by rank."
+    "unless the policy is adascale, the loss uses horovod_train.gather, or the model has batch normalization "
+    "or draws random numbers by rank."
 )
 
 

@@ -6,6 +6,7 @@ ranks and more micro-batches, which gives the same weights (``train.global_batch
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -240,9 +241,39 @@ def problem_of(job: Job) -> str:
     # Without defaults: a later version of this package has further fields.
     tree = job.model_dump(mode="json", exclude=NOT_PART_OF_THE_PROBLEM, exclude_defaults=True)
     tree["train"] = {name: value for name, value in tree.get("train", {}).items() if name not in SIZES}
-    if files := task_files(job.task):
+    if files := code_of(job.task):
         tree["code"] = code_digest(files)
     return _digest(tree)
+
+
+def code_of(task: str) -> list[Path]:
+    """Return the source files of a task: the file and those beside it that it imports, or all."""
+    place = task.rpartition(":")[0]
+    if not place.endswith(".py"):
+        return task_files(task)
+    modules = {each.stem: each for each in task_files(task) if each.parent == Path(place).parent}
+    found, left = [], [Path(place)]
+    while left:
+        file = left.pop()
+        if file not in found:
+            found.append(file)
+            left += [modules[name] for name in sorted(imported_by(file) & modules.keys())]
+    return sorted(found)
+
+
+def imported_by(file: Path) -> set[str]:
+    """Return the top-level names of the modules that a Python file imports; none if it cannot be parsed."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return set()
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module} if node.module else {each.name for each in node.names}
+    return {name.partition(".")[0] for name in names}
 
 
 def policy_digest(job: Job) -> str:

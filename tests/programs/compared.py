@@ -73,6 +73,8 @@ class Compared:
                 places = torch.stack([(numbers == number).nonzero()[0, 0] for number in batch[2]])
                 return nn.functional.cross_entropy(own @ pooled.T, places)
             return nn.functional.cross_entropy(pooled @ pooled.T, positives)
+        if self.kind == "infinite":
+            return scores.sum() / 0
         if self.kind == "too_few":
             assert len(tokens) > 8, "at least 9 samples are needed"
         if self.kind.startswith("tokens"):

@@ -80,10 +80,21 @@ class ManyCrops(Crops):
 class Evaluated(Noisy):
     """A task whose metrics draw random numbers, as the bound of a variational autoencoder does."""
 
+    draws_otherwise = False
+
     def eval_data(self):
         return Images()
 
     def metrics(self, model, batch):
         images, labels = batch
         noisy = images + torch.randn_like(images)
-        return {"loss": functional.cross_entropy(model(noisy), labels), "drawn": noisy.mean()}
+        found = {"loss": functional.cross_entropy(model(noisy), labels), "drawn": noisy.mean()}
+        if self.draws_otherwise:
+            found |= {"latent": torch.randn(16, 3).mean(), "order": torch.randperm(5)[0].double()}
+        return found
+
+
+class EvaluatedOtherwise(Evaluated):
+    """Also numbers that belong to no sample."""
+
+    draws_otherwise = True

@@ -112,6 +112,15 @@ def test_models_that_many_people_train_are_those_of_one_process_or_are_told_with
         assert num_ranks == 1 or told.get(name, "") in text, text
 
 
+def test_losses_that_compare_samples_are_those_of_one_process_where_gradients_are_summed(tmp_path):
+    strategies = ("ddp", "zero", "fsdp")
+    wanted = ("--group", "known", "--case", "SimCLR", "CLIP", "--settings", "easy")
+    found = trained(tmp_path, *wanted, "--strategy", *strategies, at_once=2)
+
+    assert len(found) == 2 * len(strategies)
+    assert {each["what"] for each in found.values()} == {"equal"}
+
+
 @pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.campaign) for n in (1, 3))])
 def test_models_that_many_people_train_lose_nothing_when_a_rank_is_killed(tmp_path, num_ranks):
     names = [name for name, case in known_cases().items() if not case.told]

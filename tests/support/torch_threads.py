@@ -82,15 +82,15 @@ class ThreadHvd:
         return self._board.size != 3  # as over Gloo
 
     def alltoall_async(self, tensor: torch.Tensor, splits: torch.Tensor, name: str) -> Any:
-        return splits, self._put(name, tensor)
+        return splits.tolist(), self._put(name, tensor)
 
     def poll(self, handle: Any) -> bool:
         return self._board.has_all_of(handle[1])
 
     def synchronize(self, handle: Any) -> Any:
         tensor, key = handle
-        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int32:
-            parts = [each.split(tensor.tolist())[self._rank] for each in self._board.all_of(key)]
+        if isinstance(tensor, list):  # of an all-to-all
+            parts = [each.split(tensor)[self._rank] for each in self._board.all_of(key)]
             return torch.cat(parts), torch.tensor([len(part) for part in parts])
         if tensor is None:
             return torch.cat(self._board.all_of(key))

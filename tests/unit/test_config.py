@@ -132,6 +132,8 @@ class TestReading:
             ("from other import Task as X", False),
             ("from other import *", True),
             ("globals()['Ta' + 'sk'] = 1", True),
+            ("vars()['Task'] = 1", True),
+            ("import sys\nsys.modules[__name__].__dict__['Task'] = 1", True),
             ("def __getattr__(name): ...", True),
             ("class Task", True),
         ],

@@ -233,8 +233,14 @@ SAID = [
         "call `horovod-train run --launcher pbs-allocation` in a batch script of yours",
     ),
     (
-        {"launch": {"pbs": {"options": ["-q gpu", "-l walltime=1:00:00", "-l nodes=2:ppn=4"]}}},
-        "launch.pbs.options = '-l nodes=2:ppn=4'",
+        {
+            "launch": {
+                "pbs": {
+                    "options": ["-q gpu", "-l walltime=1:00:00", "-l place=excl", "-l mem=4gb,nodes=2:ppn=4"]
+                }
+            }
+        },
+        "launch.pbs.options = '-l mem=4gb,nodes=2:ppn=4'",
         "requests nodes, as launch.num_ranks does",
         "use launch.num_ranks, launch.pbs.ranks_per_node and launch.pbs.chunk",
     ),

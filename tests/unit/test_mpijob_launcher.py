@@ -522,6 +522,19 @@ def test_whoever_may_not_read_is_told_at_once(api):
     assert "ask for a Role" in caught.value.hint
 
 
+def test_whoever_may_no_longer_read_a_log_is_told_in_the_end(api, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    api.operator = trains
+    job = submit(api)
+    lines = MpiJobLauncher().logs(job, follow=True)
+    assert next(lines) == "on 2 ranks"
+    api.away_status, api.away["pods/digits-launcher-x0/log"] = 403, 10**6
+    api.breaks_after = 5
+
+    with pytest.raises(LaunchError, match="unable to handle"):
+        list(lines)
+
+
 def test_whoever_follows_a_job_that_is_drained_elsewhere_sees_its_end(api):
     api.operator = trains
     job = submit(api)

@@ -107,6 +107,10 @@ def test_each_result_is_an_event_of_rank_0(kind, steps, text):
     assert not events[1]
 
 
+def test_a_step_that_is_not_finite_has_no_result():
+    assert compared("infinite") == ["", ""]
+
+
 def test_the_remedies_of_messages_help(caplog):
     assert compared("batch_norm", train={"sync_batch_norm": True}) == [None] * 2
     assert compared("tokens_counted") == [None] * 2

@@ -28,6 +28,7 @@ from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     recompute_activations,
 )
+from horovod_train.frameworks.torch.step.averaged_weights import Averaging
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.step.weight_watch import Turns, WeightWatch
 from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, SingleRankStrategy
@@ -47,7 +48,7 @@ class Task:
 
 
 def replica(
-    world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, guard=False, ema=None, **train
+    world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, guard=False, averaging=None, **train
 ):
     model = copy.deepcopy(MODEL)
     parameters = list(trained(model) if trained else model.parameters())
@@ -64,7 +65,7 @@ def replica(
         train=Train(**train),
         task=task or Task(),
         health=Health(non_finite="skip" if guard else "stop"),
-        ema=ema,
+        averaging=averaging,
     )
 
 
@@ -434,7 +435,7 @@ class TestWritesToWeights:
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
 def test_an_export_contains_the_weights_that_are_evaluated(tmp_path, is_evaluated):
-    made = replica(ema=Ema(decay=0.5, evaluate=is_evaluated))
+    made = replica(averaging=Averaging(Ema(decay=0.5, evaluate=is_evaluated)))
     steps(made, 3)
     with made.averaged.shown():
         evaluated = made.model.state_dict()["0.weight"].clone()

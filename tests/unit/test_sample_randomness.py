@@ -12,6 +12,7 @@ from support.torch_threads import on_torch_ranks, run_of, weights_of
 from torch import nn
 from torch.nn import functional
 
+from horovod_train.collectives.base import SingleRank
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import MicroBatch
@@ -303,6 +304,16 @@ class TestTraining:
 
         for size, batch_size in ((1, 8), (2, 8), (3, 4)):
             assert metrics_on(size, batch_size) == pytest.approx(alone, rel=1e-5)
+
+    def test_evaluates_with_a_warning_what_cannot_be_drawn_by_sample(self, caplog, monkeypatch):
+        monkeypatch.undo()  # on one rank, no other thread shares the generators
+        _, run = run_of(SingleRank(), fields_of(task="programs.noisy:EvaluatedOtherwise"))
+
+        first, second = evaluate(run), evaluate(run)
+
+        assert first["loss"] == second["loss"]
+        assert first["latent"] != second["latent"]
+        assert caplog.text.count("results depend on the number of ranks") == 1
 
     def test_gives_other_weights_by_rank(self):
         by_rank = {"train": {"randomness": "rank"}}

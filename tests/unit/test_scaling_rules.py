@@ -12,6 +12,7 @@ from support.torch_threads import Task, on_torch_ranks, run_of, weights_of
 from torch import nn
 
 from horovod_train.config.batches import batch_size_at, for_ranks
+from horovod_train.config.load import changed
 from horovod_train.config.optimization import LearningRate
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job, Train
@@ -19,7 +20,7 @@ from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import UserError
 from horovod_train.frameworks.optimizers import ArgumentScaling
 from horovod_train.frameworks.torch.state.optimizer import optimizer_over, set_rates
-from horovod_train.frameworks.torch.step.averaged_weights import scaled_ema
+from horovod_train.frameworks.torch.step.averaged_weights import averaging_of
 from horovod_train.lr.policy import LearningRatePolicy, policy_of_section
 from horovod_train.training.loop import train
 
@@ -41,11 +42,15 @@ def job(**fields: Any) -> Job:
         ("lamb", "sqrt"),
         ("torch.optim:RMSprop", "sqrt"),
         ("keras.optimizers:Nadam", "sqrt"),
+        ("optax:amsgrad", "sqrt"),
+        ("mine.py:lambda_sgd", "linear"),
     ],
 )
 def test_the_rule_suits_the_optimizer_unless_the_job_names_one(optimizer, rule):
     assert job(optimizer={"name": optimizer}).lr.scaling == rule
-    assert job(optimizer={"name": optimizer}, lr={"scaling": "legw"}).lr.scaling == "legw"
+    assert job(optimizer={"name": optimizer}, lr={"scaling": "none"}).lr.scaling == "none"
+    assert changed(job(), {"optimizer.name": optimizer}, "test").lr.scaling == rule
+    assert changed(job(lr={"scaling": "none"}), {"optimizer.name": optimizer}, "test").lr.scaling == "none"
 
 
 def test_the_average_of_weights_spans_the_same_samples_with_each_batch():
@@ -53,10 +58,13 @@ def test_the_average_of_weights_spans_the_same_samples_with_each_batch():
     fixed = job(ema={"decay": 0.9, "scale_decay": False}, lr={"reference_batch_size": 8})
     unscaled = job(ema={"decay": 0.9}, lr={"reference_batch_size": 8, "scaling": "none"})
 
-    assert scaled_ema(described, 1).decay == 0.9
-    assert scaled_ema(described, 4).decay == pytest.approx(0.9**4)
-    assert scaled_ema(fixed, 4).decay == scaled_ema(unscaled, 4).decay == 0.9
-    assert scaled_ema(job(), 4) is None
+    assert averaging_of(described, 4).decay_of(1, 8) == 0.9
+    assert averaging_of(described, 4).decay_of(1, 32) == pytest.approx(0.9**4)
+    assert averaging_of(described, 4).decay_of(10, 80) == 0.9, "an update follows ten steps"
+    assert averaging_of(fixed, 4).decay_of(1, 32) == averaging_of(unscaled, 4).decay_of(1, 32) == 0.9
+    assert averaging_of(job(), 4) is None
+    adasum = job(ema={"decay": 0.9}, lr={"reference_batch_size": 8}, strategy="adasum")
+    assert averaging_of(adasum, 4).decay_of(1, 32) == pytest.approx(0.9), "its rate follows a rank's batch"
 
 
 def test_legw_has_the_same_number_of_warm_up_steps_on_every_batch():

@@ -312,12 +312,15 @@ class TestTheFile:
             open_study(digits("train.epochs=15"), tmp_path / "s", "other")
 
     def test_of_other_code_is_refused(self, tmp_path):
-        (tmp_path / "own.py").write_text("class Own: ...\n")
+        (tmp_path / "own.py").write_text("import json, helper\nclass Own: ...\n")
+        (tmp_path / "helper.py").write_text("from deeper import x\n")
         job = digits(f"task={tmp_path}/own.py:Own")
         self.study(tmp_path / "s", job)
         assert open_study(job, tmp_path / "s", "other").id == "id"
 
-        (tmp_path / "own.py").write_text("class Own:\n    width = 256\n")
+        (tmp_path / "plot.py").write_text("import own\n")
+        assert open_study(job, tmp_path / "s", "other").id == "id", "it is not imported by the task"
+        (tmp_path / "deeper.py").write_text("x = 3\n")
 
         with pytest.raises(UserError, match="other code"):
             open_study(job, tmp_path / "s", "other")

@@ -190,20 +190,23 @@ def test_mlflow_uses_the_experiment_and_the_run_of_its_own_variables(tmp_path, m
     uri = f"sqlite:///{tmp_path}/x.db"
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the site")
     trained(partial(MlFlow, uri), tmp_path / "j", "a", 0, (1, {"loss": 1.0})).end()
-    found, run = read_mlflow(uri, "of the site")
+    found, _ = read_mlflow(uri, "of the site")
     assert found["loss"] == [(1, 1.0)]
 
     import mlflow
 
     client = mlflow.MlflowClient(tracking_uri=uri)
-    made = client.create_run(client.create_experiment("made by a scheduler")).info.run_id
-    monkeypatch.setenv("MLFLOW_RUN_ID", made)
-    trained(partial(MlFlow, uri), tmp_path / "k", "b", 0, (1, {"loss": 2.0})).end()
-    found, run = read_mlflow(uri, "made by a scheduler")
+    experiment = client.create_experiment("made by a scheduler")
+    parent = client.create_run(experiment).info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", parent)
+    for job in ("k", "l"):
+        trained(partial(MlFlow, uri), tmp_path / job, "b", 0, (1, {"loss": 2.0})).end()
 
-    assert found["loss"] == [(1, 2.0)]
-    assert run.info.run_id == made
-    assert run.data.params["train.epochs"] == "2"
+    children = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent}'")
+    assert [run.data.metrics["loss"] for run in children] == [2.0, 2.0]
+    assert {run.data.tags["horovod_train.folder"] for run in children} == {
+        str(tmp_path / job) for job in ("k", "l")
+    }
 
 
 def test_mlflow_continues_a_run_whose_parameters_have_changed(tmp_path):

@@ -53,7 +53,7 @@ from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_
 from horovod_train.frameworks.torch.state.local_tensors import whole_model
 from horovod_train.frameworks.torch.state.meta_weights import load_initial, meta_parameters
 from horovod_train.frameworks.torch.state.optimizer import explain_closure, optimizer_over
-from horovod_train.frameworks.torch.step.averaged_weights import scaled_ema
+from horovod_train.frameworks.torch.step.averaged_weights import averaging_of
 from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.step.noise import NoiseMeter
@@ -145,7 +145,7 @@ class TorchFramework(TorchBased):
             train=job.train,
             flops=FlopCounter(is_enabled=wants_flops(job, device.type)),
             health=job.health,
-            ema=scaled_ema(job, mesh.data.size),
+            averaging=averaging_of(job, mesh.data.size),
             noise=strategy.noise,
         )
         if is_verified(job) and can_be_copied(task, mesh) and has_room(model, strategy, device, mesh.world):

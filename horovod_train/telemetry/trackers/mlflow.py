@@ -43,7 +43,7 @@ class MlFlow:
         uri: Tracking URI; None: ``MLFLOW_TRACKING_URI``, or else the database ``mlflow.db`` in the folder
             that contains all jobs. Credentials are read from MLflow's environment variables.
         experiment: Name of the experiment; None: ``MLFLOW_EXPERIMENT_NAME``, or else the name of the job.
-            With ``MLFLOW_RUN_ID``, that run is continued in its experiment.
+            With ``MLFLOW_RUN_ID``, the run of a job is a child of that run, in its experiment.
 
     Raises:
         UserError: MLflow is not installed, or the URI contains credentials.
@@ -71,15 +71,15 @@ class MlFlow:
         if not uri:
             _create_database(mlflow.MlflowClient, store / DATABASE)
         self._client = mlflow.MlflowClient(tracking_uri=uri or f"sqlite:///{store / DATABASE}")
-        given = os.environ.get("MLFLOW_RUN_ID")
-        if given:
-            earlier = self._client.get_run(given)
+        last = {"step": 0, "evaluation": 0}
+        tags = {FOLDER_TAG: str(run.folder), RUN_TAG: run.run_id, "horovod_train.ranks": str(run.world_size)}
+        if parent := os.environ.get("MLFLOW_RUN_ID"):
+            experiment_id = self._client.get_run(parent).info.experiment_id
+            tags["mlflow.parentRunId"] = parent
         else:
             name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or str(run.job["name"])
             experiment_id = self._find_experiment(name, None if uri else store / "mlflow-artifacts")
-            earlier = self._find_run(experiment_id, run.folder) if run.step else None
-        last = {"step": 0, "evaluation": 0}
-        tags = {FOLDER_TAG: str(run.folder), RUN_TAG: run.run_id, "horovod_train.ranks": str(run.world_size)}
+        earlier = self._find_run(experiment_id, run.folder) if run.step else None
         fields = {name: str(value) for name, value in flat(run.job)}
         if earlier is None:
             made = self._client.create_run(experiment_id, run_name=run.run_id, tags=tags)
@@ -88,8 +88,6 @@ class MlFlow:
             self._log_params(params)
         else:
             last = self._continue(earlier, fields, tags)
-            if given and FOLDER_TAG not in earlier.data.tags:
-                self._log_params(fields)
         self._steps = OneValuePerStep(last, run.step, self._note_return)
         for step, values in run.missing(last):
             self.log(step, math.nan, values)

@@ -25,7 +25,8 @@ class GradientComparison(Protocol):
         """Compare on samples of two ranks in a step; raises ``UserError`` for a refused difference.
 
         Returns:
-            What differs, or why nothing is compared; None: the gradients are equal.
+            What differs, or why nothing is compared; None: the gradients are equal; empty: they are not
+            finite in this step.
         """
 
 
@@ -74,7 +75,8 @@ class CompareWithOneProcess(Hook):
         except UserError as error:
             self._report_result(run, step, str(error))
             raise
-        self._report_result(run, step, found or "")
+        if found != "":
+            self._report_result(run, step, found or "")
         return found or ""
 
     def _report_result(self, run: Run, step: int, text: str) -> None:

@@ -18,7 +18,7 @@ from horovod_train.frameworks.torch.comm.collectives import broadcast_model
 from horovod_train.frameworks.torch.comm.sync_batch_norm import without_statistics
 from horovod_train.frameworks.torch.state.saved_state import SavedState, load_rank_states, rank_state_of
 from horovod_train.frameworks.torch.step.averaged_weights import AveragedWeights
-from horovod_train.frameworks.torch.step.gathering import Gathering, gathering, gathering_of
+from horovod_train.frameworks.torch.step.gathering import Gathering, active
 from horovod_train.frameworks.torch.step.gradient_watch import GradientWatch
 from horovod_train.frameworks.torch.step.loss import StepLoss
 from horovod_train.frameworks.torch.step.sample_random import RankDraws
@@ -28,8 +28,6 @@ from horovod_train.frameworks.torch.task import TorchTask, as_numbers
 from horovod_train.frameworks.torch.verify.equality import Equality
 from horovod_train.frameworks.torch.verify.first_steps import FirstSteps
 
-EVALUATION = 2**53
-"""Number in place of an epoch, for random numbers of evaluations, which are the same each time."""
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -101,13 +99,18 @@ class ReplicaBase:
     @contextmanager
     def forward_context(self, share: float) -> Iterator[None]:
         """Run the forward pass of a micro-batch, given its fraction of the step's samples, in the block."""
-        over = gathering_of(self.gathering, share)
-        with self.autocast(), self.draws.forward(), self.gradient_watch.watched(share), gathering(over):
+        with self.autocast(), self.draws.forward(), self.gradient_watch.watched(share):
+            yield
+
+    @contextmanager
+    def passes_of(self, share: float) -> Iterator[None]:
+        """Run both passes of a micro-batch, given its fraction of the step's samples, in the block."""
+        with self.gathering.passes(share), self.statistics_of(share):
             yield
 
     def scheduled_loss(self, step: PlannedStep, clock: StepClock) -> torch.Tensor:
         """Run the passes of a step by the strategy; return this rank's part of the loss, shape []."""
-        with gathering(self.gathering):
+        with self.gathering.passes(1.0):
             return self.strategy.run_schedule(step, self.pass_context_of(clock))
 
     @torch.no_grad()
@@ -117,9 +120,9 @@ class ReplicaBase:
         self.is_training = False
         compute = getattr(self.task, "metrics", self._loss_as_metric)
         sums: dict[str, tuple[float, int]] = {}
-        with self.averaged.shown():
+        with self.averaged.shown(), active(self.gathering):
             for micro_batch, batch in batches:
-                with self.draws.micro_batch(EVALUATION, micro_batch), self.draws.forward():
+                with self.draws.evaluation(micro_batch):
                     values = self._metrics_of(compute, batch)
                 for name, value in values.items():
                     add_metric(sums, name, as_numbers(value), len(micro_batch))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from horovod_train.checkpoint.tree import pack_tree
 from horovod_train.config.optimization import Ema
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import batch_size_of_lr
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm.exchange import wide_type
 from horovod_train.frameworks.torch.state.local_tensors import Cache, LocalTensor, load_model
@@ -28,17 +29,42 @@ from horovod_train.frameworks.torch.strategies.base import Strategy
 KEY = "averaged"
 
 
-def scaled_ema(job: Job, num_data_ranks: int) -> Ema | None:
-    """Return the job's ``ema`` with the decay for its global batch (Busbridge et al., arXiv:2307.13813)."""
-    ema, lr = job.ema, job.lr
-    if ema is None or not ema.scale_decay or lr.scaling == "none":
-        return ema
-    k = batch_size_of_lr(job, num_data_ranks) / lr.reference_batch_size
-    return ema.model_copy(update={"decay": ema.decay**k})
+@dataclass(frozen=True)
+class Averaging:
+    """How weights are averaged.
+
+    Attributes:
+        ema: The job's section.
+        samples: Number of samples of a step, over all ranks, for which ``ema.decay`` is right; a step of k
+            times as many has decay^k (Busbridge et al., arXiv:2307.13813). None: all steps have it.
+    """
+
+    ema: Ema
+    samples: float | None = None
+
+    def decay_of(self, num_steps: int, num_samples: int) -> float:
+        """Return the decay of an update that follows so many steps and samples.
+
+        >>> round(Averaging(Ema(decay=0.9), samples=8).decay_of(1, 16), 6)
+        0.81
+        """
+        if self.samples is None:
+            return self.ema.decay
+        return float(self.ema.decay ** (num_samples / (num_steps * self.samples)))
+
+
+def averaging_of(job: Job, num_data_ranks: int) -> Averaging | None:
+    """Return how a job averages weights; None: it does not."""
+    if job.ema is None:
+        return None
+    if not job.ema.scale_decay or job.lr.scaling == "none":
+        return Averaging(job.ema)
+    ranks = job.global_batch_size(num_data_ranks) / batch_size_of_lr(job, num_data_ranks)
+    return Averaging(job.ema, job.lr.reference_batch_size * ranks)
 
 
 class AveragedWeights:
-    """Averaged weights of one replica; ``ema`` is None if the job has no moving average.
+    """Averaged weights of one replica; ``averaging`` is None if the job has no moving average.
 
     Raises:
         UserError: Both kinds are requested, or the strategy cannot switch the optimizer's mode.
@@ -49,9 +75,12 @@ class AveragedWeights:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         strategy: Strategy,
-        ema: Ema | None,
+        averaging: Averaging | None,
     ) -> None:
-        self._model, self._optimizer, self._strategy, self._ema = model, optimizer, strategy, ema
+        self._model, self._optimizer, self._strategy = model, optimizer, strategy
+        self._averaging = averaging
+        ema = self._ema = None if averaging is None else averaging.ema
+        self._samples_of_step = self._num_samples = 0  # since the last update
         self._has_modes = callable(getattr(optimizer, "eval", None)) and callable(
             getattr(optimizer, "train", None)
         )
@@ -88,23 +117,30 @@ class AveragedWeights:
         }
         return {name: local for name, local in self._strategy.local_tensors().items() if name in names}
 
+    def begin(self, step: PlannedStep) -> None:
+        """Begin a step, and count its samples over all ranks."""
+        self._samples_of_step = step.share.num_samples
+
     @torch.no_grad()
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
         """Move the average towards the current weights, if the step was used."""
-        if self._ema is None or is_used is False:
+        if self._ema is None or self._averaging is None or is_used is False:
             return
+        self._num_samples += self._samples_of_step
         trained = self._trained()
         if not self._averages:
             self._averages = {name: _wide(local.tensor).clone() for name, local in trained.items()}
             # The weights before the first step are not available: the average starts with those after it.
             self._num_updates += 1
+            self._num_samples = 0
             return
         self._num_updates += 1
         for name in trained.keys() - self._averages.keys():  # parameters that the task has added
             self._averages[name] = _wide(trained[name].tensor).clone()
         if self._num_updates % self._ema.every_steps:
             return
-        decay = self._ema.decay
+        decay = self._averaging.decay_of(self._ema.every_steps, self._num_samples)
+        self._num_samples = 0
         if self._ema.warmup:
             decay = min(decay, (1 + self._num_updates) / (10 + self._num_updates))
         averages = [self._averages[name] for name in trained]
@@ -162,6 +198,7 @@ class AveragedWeights:
         if not (tensors := self.tensors()):
             return {}, {}
         tree = {KEY: {"number": self._num_updates, "is_default": self._are_evaluated, "weights": tensors}}
+        tree[KEY]["samples"] = self._num_samples
         plain, arrays = pack_tree(tree, lambda leaf: isinstance(leaf, LocalTensor))
         assert isinstance(plain, dict)
         return plain, {key: local.blob(cache, key) for key, local in arrays.items()}
@@ -180,6 +217,7 @@ class AveragedWeights:
         self._averages = {name: _wide(local.tensor).clone() for name, local in trained.items()}
         if saved is not None:
             self._num_updates = int(saved["number"])
+            self._num_samples = int(saved.get("samples", 0))
             own = {
                 f"{KEY}.weights.{name}": replace(h, tensor=self._averages[name])
                 for name, h in trained.items()

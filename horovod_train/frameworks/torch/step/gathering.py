@@ -8,61 +8,156 @@ micro-batch. The gradient of a gathered tensor is summed over ranks, and each ra
     gradient of rank r    (sum over s of share[s] * dL[s] / de[r]) * de[r] / dw
 
 with share[r] = samples of rank r / samples of all ranks. The sum over ranks is the gradient of one process,
-whether L[s] is the loss of all samples, or that of the own samples compared with all.
+whether L[s] is the loss of all samples, or the mean over the own samples, each compared with all.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from horovod_train.collectives.base import Communicator
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.comm.collectives import (
-    TensorCollectives,
-    TorchSingleRank,
-    sum_over,
-    tensor_communicator,
-)
+from horovod_train.frameworks.torch.comm.collectives import sum_over, tensor_communicator
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+Total = Callable[[torch.Tensor, str], torch.Tensor]
+"""Returns the sum of a tensor over the data-parallel ranks."""
+NAME = "horovod_train.gather"
+_active: dict[int, Gathering] = {}
+"""The gathering of each thread that runs passes."""
+
+
 class Gathering:
-    """Which ranks' rows are joined.
+    """Joins rows of the data-parallel ranks in the passes of a replica.
+
+    Args:
+        strategy: Sums gradients over ranks.
+        ranks: The data-parallel ranks.
 
     Attributes:
-        ranks: The data-parallel ranks; None: the strategy does not sum gradients over ranks in each step.
-        of: Numbers of the ranks whose rows this rank gets; None: of all.
-        is_counted: Whether this rank's micro-batch is counted; False: other ranks do not get its rows.
+        of: Numbers of the ranks whose rows are joined; None: all.
+        is_in_graphs: Whether passes may be recorded as CUDA graphs.
     """
 
-    ranks: TensorCollectives | None
-    of: range | None = None
-    is_counted: bool = True
+    def __init__(self, strategy: Strategy, ranks: Communicator) -> None:
+        self._strategy, self._ranks = strategy, ranks
+        self.of: range | None = None
+        self.is_in_graphs = False
+        self._is_counted, self._is_in_pass = True, False
+        self._num_micro_batches = 1
+        self._has_warned = False
+        self._joined: list[torch.Tensor] = []
 
+    def begin(self, step: PlannedStep) -> None:
+        """Begin a step."""
+        self._num_micro_batches = len(step)
 
-UNCHANGED = Gathering(TorchSingleRank())
-"""``gather`` returns the tensor, as in one process."""
+    @contextmanager
+    def passes(self, share: float) -> Iterator[None]:
+        """Join rows in the block, which contains the forward and backward pass of a micro-batch.
 
-_gathering: ContextVar[Gathering | None] = ContextVar("gathering", default=None)
+        Args:
+            share: Samples of the micro-batch / samples of the step; 0: other ranks do not get its rows.
+        """
+        self._is_counted, self._is_in_pass = share > 0, True
+        with active(self):
+            try:
+                yield
+            finally:
+                self._is_in_pass = False
+                self._joined.clear()
+
+    def tied(self, loss: object) -> Any:
+        """Return a loss whose backward pass includes the collectives of all gathered tensors.
+
+        Otherwise, a rank whose loss does not depend on a gathered tensor would not join the sum of its
+        gradient, in which the other ranks wait.
+
+        Raises:
+            UserError: The loss is a sum and a count: a sum over gathered rows would be counted as often as
+                there are ranks.
+        """
+        joined = [each for each in self._joined if each.requires_grad]
+        self._joined.clear()
+        if joined and isinstance(loss, tuple):
+            raise UserError(
+                "the task's loss is a sum and a count, and uses horovod_train.gather: each rank would add "
+                "the samples of all",
+                hint="return the mean over the gathered rows, or over the rank's own rows",
+            )
+        if not joined or not isinstance(loss, torch.Tensor):
+            return loss
+        return _Tie.apply(loss, *joined)  # type: ignore[no-untyped-call]
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the ranks; see ``gather``."""
+        if not self._is_in_pass or self._ranks.size == 1:
+            return tensor
+        self._check(tensor)
+        if tensor.is_complex():
+            return torch.view_as_complex(self.rows(torch.view_as_real(tensor.resolve_conj())))
+        joined: torch.Tensor = _Gather.apply(tensor, self, self._is_counted)  # type: ignore[no-untyped-call]
+        self._joined.append(joined)
+        return joined
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if not self._strategy.capabilities.sums_gradients:
+            raise UserError(
+                "horovod_train.gather: this strategy does not sum the gradients of ranks in each step",
+                hint="use strategy: allreduce (without a codec), zero, ddp or fsdp",
+            )
+        if self.is_in_graphs:
+            raise UserError(
+                "horovod_train.gather: a CUDA graph cannot contain it", hint="set train.cuda_graph: false"
+            )
+        if not tensor.dim():
+            raise UserError(
+                "horovod_train.gather: the tensor has no dimension",
+                hint="pass a tensor with one row per sample, shape [samples, ...]",
+            )
+        if self._num_micro_batches > 1 and not self._has_warned and self._ranks.rank == 0:
+            self._has_warned = True
+            log.warning(
+                "horovod_train.gather joins the samples of a micro-batch of all ranks, and this step has %d "
+                "micro-batches: the loss compares other samples than with another number of ranks",
+                self._num_micro_batches,
+            )
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank and the number of ranks."""
+        return self._ranks.rank, self._ranks.size
+
+    @property
+    def total(self) -> Total:
+        """Sums over ranks: with PyTorch's collectives if passes contain others of these."""
+        return self._strategy.sum_in_pass or partial(sum_over, tensor_communicator(self._ranks))
 
 
 @contextmanager
-def gathering(over: Gathering | None) -> Iterator[None]:
-    """Let ``gather`` join tensors in the block, which contains forward pass and loss."""
-    before = _gathering.set(over)
+def active(gathering: Gathering) -> Iterator[None]:
+    """Let ``gather`` use this gathering in the block; outside of passes, it returns its argument."""
+    thread = threading.get_ident()
+    before = _active.get(thread)
+    _active[thread] = gathering
     try:
         yield
     finally:
-        _gathering.reset(before)
+        del _active[thread]
+        if before is not None:
+            _active[thread] = before
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,37 +173,22 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
         Shape [samples of all ranks, ...].
 
     Raises:
-        UserError: The strategy does not sum gradients over ranks in each step, the tensor has no dimension, a
-            CUDA graph is recorded, or it is called in a loop of the user's own.
+        UserError: The strategy does not sum gradients over ranks in each step, the tensor has no dimension,
+            passes are recorded as CUDA graphs, or it is called outside of a job's passes on several ranks.
     """
-    over = _gathering.get()
-    if over is None:
-        if torch.is_grad_enabled() and tensor.requires_grad and _is_one_of_several():
-            raise UserError(
-                "horovod_train.gather is called outside of the loss of a job's task",
-                hint="train with a job (horovod-train run), or use the collectives of your loop's framework",
-            )
-        return tensor
-    if over.ranks is None:
+    # Autograd runs the backward pass of a GPU, in which activations may be recomputed, in another thread.
+    gathering = _active.get(threading.get_ident()) or (
+        next(iter(_active.values())) if len(_active) == 1 else None
+    )
+    if gathering is not None:
+        return gathering.rows(tensor)
+    if _is_one_of_several():
         raise UserError(
-            "horovod_train.gather: this strategy does not sum the gradients of ranks in each step",
-            hint="use strategy: allreduce, zero, ddp or fsdp",
+            "horovod_train.gather is called outside of the passes of a job of framework: torch",
+            hint="call it in the task's loss or in the model; a user's own loop or another framework has "
+            "collectives of its own (Lightning: self.all_gather(..., sync_grads=True))",
         )
-    if over.ranks.size == 1:
-        return tensor
-    if not tensor.dim():
-        raise UserError(
-            "horovod_train.gather: the tensor has no dimension",
-            hint="pass a tensor with one row per sample, shape [samples, ...]",
-        )
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UserError(
-            "horovod_train.gather: a CUDA graph cannot contain it", hint="set train.cuda_graph: false"
-        )
-    if tensor.is_complex():
-        return torch.view_as_complex(_Gather.apply(torch.view_as_real(tensor.resolve_conj()), over))  # type: ignore[no-untyped-call]
-    joined: torch.Tensor = _Gather.apply(tensor, over)  # type: ignore[no-untyped-call]
-    return joined
+    return tensor
 
 
 def _is_one_of_several() -> bool:
@@ -118,43 +198,46 @@ def _is_one_of_several() -> bool:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, over: Gathering) -> torch.Tensor:
-        assert over.ranks is not None
-        rank, size = over.ranks.rank, over.ranks.size
+    def forward(ctx: Any, tensor: torch.Tensor, gathering: Gathering, is_counted: bool) -> torch.Tensor:
+        rank, size = gathering.place
         lengths = torch.zeros(size, dtype=torch.int64, device=tensor.device)
-        lengths[rank] = len(tensor) if over.is_counted else 0
-        ends = [0, *sum_over(over.ranks, lengths, "horovod_train.gather.lengths").cumsum(0).tolist()]
-        ctx.over, ctx.total, ctx.num_own = over, ends[-1], len(tensor)
+        lengths[rank] = len(tensor) if is_counted else 0
+        ends = [0, *gathering.total(lengths, f"{NAME}.lengths").cumsum(0).tolist()]
+        ctx.total, ctx.length, ctx.num_own = gathering.total, ends[-1], len(tensor)
         ctx.own = slice(ends[rank], ends[rank + 1])
-        of = range(size) if over.of is None else over.of
+        of = range(size) if gathering.of is None else gathering.of
         ctx.wanted = slice(ends[of.start], ends[of.stop])
-        joined = _sum_of(over, tensor[: ends[rank + 1] - ends[rank]], ctx.own, ends[-1], "rows")
-        return joined[ctx.wanted].to(tensor.dtype)
+        own = tensor[: ends[rank + 1] - ends[rank]]
+        return _sum_of(ctx, own, ctx.own, "rows")[ctx.wanted].to(tensor.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        summed = _sum_of(ctx.over, gradient, ctx.wanted, ctx.total, "gradient")[ctx.own]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        summed = _sum_of(ctx, gradient, ctx.wanted, "gradient")[ctx.own]
         if len(summed) == ctx.num_own:
-            return summed, None
-        return gradient.new_zeros((ctx.num_own, *gradient.shape[1:])), None  # its rows are not counted
+            return summed, None, None
+        return gradient.new_zeros((ctx.num_own, *gradient.shape[1:])), None, None  # its rows do not count
 
 
-def _sum_of(over: Gathering, part: torch.Tensor, place: slice, total: int, name: str) -> torch.Tensor:
-    """Return the sum over ranks of parts at their places among ``total`` rows; the others are zero."""
-    dtype = torch.uint8 if part.dtype == torch.bool else part.dtype
-    rows = torch.zeros((total, *part.shape[1:]), dtype=dtype, device=part.device)
-    rows[place] = part
-    assert over.ranks is not None
-    return sum_over(over.ranks, rows, f"horovod_train.gather.{name}")
+def _sum_of(ctx: Any, part: torch.Tensor, place: slice, name: str) -> torch.Tensor:
+    """Return the sum over ranks of parts at their places among all rows; the others are zero."""
+    is_small = not part.is_floating_point() and part.element_size() < 4
+    dtype = torch.int32 if is_small else part.dtype
+    rows = torch.zeros((ctx.length, *part.shape[1:]), dtype=dtype, device=part.device)
+    rows[place] = part.to(dtype)
+    summed: torch.Tensor = ctx.total(rows, f"{NAME}.{name}")
+    return summed
 
 
-def gathering_over(strategy: Strategy, data_ranks: Communicator) -> Gathering:
-    """Return the gathering over the data-parallel ranks, if the strategy sums gradients over them."""
-    is_exact = strategy.capabilities.sums_gradients or data_ranks.size == 1
-    return Gathering(tensor_communicator(data_ranks) if is_exact else None)
+class _Tie(torch.autograd.Function):
+    """Returns the first tensor; the gradient of the others is zero, and their backward pass is run."""
 
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, *joined: torch.Tensor) -> torch.Tensor:
+        ctx.shapes = [(each.shape, each.dtype) for each in joined]
+        return loss.clone()
 
-def gathering_of(over: Gathering, share: float) -> Gathering:
-    """Return the gathering for a micro-batch with this share of its step."""
-    return over if share > 0 else replace(over, is_counted=False)
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=gradient.device) for shape, dtype in ctx.shapes)
+        return (gradient, *zeros)

@@ -19,6 +19,7 @@ from horovod_train.events.types import WAIT_PHASE
 from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.comm.collectives import sum_over, tensor_communicator
 from horovod_train.frameworks.torch.step.deferred import Number, Sent
+from horovod_train.frameworks.torch.step.gathering import Gathering
 from horovod_train.frameworks.torch.step.gradient_hooks import GradientHooks
 from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.strategies.base import Strategy
@@ -40,6 +41,7 @@ class StepLoss:
     Attributes:
         local: This rank's part of the loss, shape [].
         noise: Receives the weights of micro-batches; None: the gradient noise scale is not measured.
+        gathering: Gathered tensors of the passes; None: there are none.
         scale: Returns the loss scale, by which gradients are multiplied.
     """
 
@@ -58,6 +60,7 @@ class StepLoss:
         self._kinds: set[bool] = set()
         self._denominator: torch.Tensor | None = None
         self.noise: NoiseMeter | None = None
+        self.gathering: Gathering | None = None
         self.scale: Callable[[], float | torch.Tensor] = lambda: 1.0
         self._noise_numbers: Mapping[str, Number] = {}
         self._has_sums: bool | None = None
@@ -84,6 +87,8 @@ class StepLoss:
         Raises:
             UserError: The loss is neither, or is a sum and the strategy supports only means.
         """
+        if self.gathering is not None:
+            loss = self.gathering.tied(loss)
         is_sum = is_sum_and_count(loss)
         self._kinds.add(is_sum)
         if len(self._kinds) > 1:

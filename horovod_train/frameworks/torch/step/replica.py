@@ -10,7 +10,6 @@ import torch
 
 from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.collectives.base import Communicator
-from horovod_train.config.optimization import Ema
 from horovod_train.config.schema import Health, Train
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch
@@ -23,10 +22,10 @@ from horovod_train.frameworks.torch.state.saved_state import SavedState
 from horovod_train.frameworks.torch.step import deferred
 from horovod_train.frameworks.torch.step.after_update import TaskAfterUpdate
 from horovod_train.frameworks.torch.step.averaged_buffers import AveragedBuffers
-from horovod_train.frameworks.torch.step.averaged_weights import AveragedWeights
+from horovod_train.frameworks.torch.step.averaged_weights import AveragedWeights, Averaging
 from horovod_train.frameworks.torch.step.deferred import Number, Outcome, Packed, pack
 from horovod_train.frameworks.torch.step.device_clock import CudaTimer, DeviceClock, HostTimer
-from horovod_train.frameworks.torch.step.gathering import gathering_over
+from horovod_train.frameworks.torch.step.gathering import Gathering
 from horovod_train.frameworks.torch.step.gradient_watch import GradientWatch
 from horovod_train.frameworks.torch.step.graphs import Recorder, StepGraphs, rate_of_graphs
 from horovod_train.frameworks.torch.step.loss import StepLoss
@@ -81,7 +80,7 @@ class TorchReplica(ReplicaBase):
         health: With ``non_finite: skip``, gradients are checked before each update, and running statistics of
             a skipped step are restored.
         lag_steps: Steps by which reading a step's result is delayed; None: 0 on a CPU, more on a device.
-        ema: The job's ``ema`` section; None: weights are not averaged.
+        averaging: How weights are averaged; None: they are not.
         noise: Meter of the gradient noise scale, which the strategy has, too; None: it is not measured.
     """
 
@@ -102,7 +101,7 @@ class TorchReplica(ReplicaBase):
         health: Health | None = None,
         lag_steps: int | None = None,
         all_ranks: Communicator | None = None,
-        ema: Ema | None = None,
+        averaging: Averaging | None = None,
         noise: NoiseMeter | None = None,
     ) -> None:
         self.model, self.optimizer, self.strategy, self.task, self.train = (
@@ -121,11 +120,11 @@ class TorchReplica(ReplicaBase):
         self.loss.scale = self.scaler.get_scale
         self.statistics = RunningStatistics(model)
         self.equality = Equality(model, strategy, self.statistics, data_ranks, self.all_ranks)
-        self.averaged = AveragedWeights(model, optimizer, strategy, ema)
+        self.averaged = AveragedWeights(model, optimizer, strategy, averaging)
         self.saved_state = SavedState(
             model, optimizer, strategy, self.scaler, self.averaged, prints_notices=self.all_ranks.rank == 0
         )
-        self.gathering = gathering_over(strategy, data_ranks)
+        self.gathering = self.loss.gathering = Gathering(strategy, data_ranks)
         self.first_steps = FirstSteps([self.equality.check, self.saved_state.check])
         self._task = cast("TorchTask", task)  # None in a user's own loop, which computes its loss itself
         self.gradient_watch = GradientWatch(model, strategy, self._with_gradients)
@@ -136,13 +135,13 @@ class TorchReplica(ReplicaBase):
             self._timer = CudaTimer() if self.device.type == "cuda" else HostTimer()
         if self.lag_steps:
             strategy.defer_results()
-        averaged_buffers = AveragedBuffers(model, train.average_buffers, data_ranks)
-        self._parts: list[BeginsSteps] = [strategy, self.loss, averaged_buffers]
+        buffers = AveragedBuffers(model, train.average_buffers, data_ranks)
+        self._parts: list[BeginsSteps] = [strategy, self.loss, buffers, self.gathering, self.averaged]
         if noise is not None:
             self._parts.append(noise)
         if self._guard_gradients or self.lag_steps:  # later steps start before this result is known
             self._parts.append(self.statistics)
-        self._after_update: list[FollowsUpdates] = [averaged_buffers, self._task_after_update, self.averaged]
+        self._after_update: list[FollowsUpdates] = [buffers, self._task_after_update, self.averaged]
         self._on_host, self._on_device = self._make_updates()
         self._not_optimized: list[torch.nn.Parameter] = []
         self._graphs: StepGraphs | None = None
@@ -182,7 +181,7 @@ class TorchReplica(ReplicaBase):
         """
         graphs, noise, parts = self._graphs, self.noise, self._parts
         self._graphs = self.loss.noise = self.strategy.noise = None
-        self._parts = [self.strategy, self.loss]
+        self._parts = [self.strategy, self.loss, self.gathering]
         try:
             self.begin(step)
             self.run_schedule(step, StepClock())
@@ -227,7 +226,7 @@ class TorchReplica(ReplicaBase):
     ) -> None:
         """Run forward and backward pass of a micro-batch."""
         self.strategy.set_requires_sync(is_last=is_last)
-        with self.draws.micro_batch(epoch, micro_batch), self.statistics_of(micro_batch.share):
+        with self.draws.micro_batch(epoch, micro_batch), self.passes_of(micro_batch.share):
             with self.forward_context(micro_batch.share):
                 loss = self._task.loss(self.forward_model, batch)
             clock.lap("forward")
@@ -346,6 +345,7 @@ class TorchReplica(ReplicaBase):
             self.scaler.reset,
             self.data_ranks.allreduce_sum if only_if_faster else None,
         )
+        self.gathering.is_in_graphs = True
         self._parts.append(self._graphs)
 
     def _graph_key(self) -> Hashable:
@@ -358,7 +358,7 @@ class TorchReplica(ReplicaBase):
         """Replay the graph of a micro-batch's forward and backward; return False if there is none."""
 
         def forward_and_backward(static: object) -> bool:
-            with self.autocast():
+            with self.autocast(), self.gathering.passes(share):
                 loss = self._task.loss(self.forward_model, static)
             if is_sum_and_count(loss):
                 raise UserError(

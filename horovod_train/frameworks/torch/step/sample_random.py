@@ -13,6 +13,7 @@ the job then ends with the name of the operation. The hash is the mixer ``lowbia
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import threading
@@ -28,6 +29,8 @@ from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks.randomness import GOLDEN, sample_seeds
 
+log = logging.getLogger(__name__)
+
 MASK16 = 0xFFFF
 NUM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Bits of uniformly distributed numbers; more would be rounded up to 1."""
@@ -35,6 +38,8 @@ HINT = (
     "draw with the batch as first dimension, by the functions that docs/scaling.md lists, or set "
     "train.randomness: rank"
 )
+EVALUATION = 2**53
+"""Number in place of an epoch, for random numbers of evaluations."""
 _active: dict[int, SampleDraws] = {}
 """The draws of each thread that runs a pass."""
 
@@ -45,6 +50,11 @@ class RankDraws:
     def micro_batch(self, epoch: int, micro_batch: MicroBatch) -> Any:
         """Return the context of the passes of a micro-batch."""
         del epoch, micro_batch
+        return nullcontext()
+
+    def evaluation(self, micro_batch: MicroBatch) -> Any:
+        """Return the context of the evaluation of a micro-batch."""
+        del micro_batch
         return nullcontext()
 
     def forward(self) -> Any:
@@ -65,7 +75,7 @@ class SampleDraws(RankDraws):
         self._hashed = torch.zeros(0, dtype=torch.int32, device=device)
         self._keys = torch.zeros(0, dtype=torch.int64)
         self._num_calls = 0
-        self._is_in_forward = False
+        self._is_in_forward = self._is_lenient = self._has_warned = False
         self._finder: _Finder | None = _Finder()
         self.rows_per_sample = 1
 
@@ -88,12 +98,38 @@ class SampleDraws(RankDraws):
         finally:
             del _active[threading.get_ident()]
         if _default_states() != before:
+            if self._is_lenient:
+                self._warn_of_metrics("functions that docs/scaling.md does not list")
+                return
             found = sorted(finder.found) if finder is not None else []
             names = f": {', '.join(found)}" if found else ""
             raise UserError(
                 "train.randomness: sample: the model or its loss draws random numbers that cannot be mapped "
                 f"to samples{names}",
                 hint=HINT,
+            )
+
+    @contextmanager
+    def evaluation(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Draw by sample in the block, the same in each evaluation.
+
+        Random numbers that cannot be mapped to samples are drawn as without ``train.randomness: sample``,
+        with a warning: metrics change no weights.
+        """
+        self._is_lenient = True
+        try:
+            with self.micro_batch(EVALUATION, micro_batch), self.forward():
+                yield
+        finally:
+            self._is_lenient = False
+
+    def _warn_of_metrics(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "train.randomness: sample: metrics or the model draw random numbers in an evaluation by %s; "
+                "results depend on the number of ranks",
+                what,
             )
 
     @contextmanager
@@ -114,6 +150,12 @@ class SampleDraws(RankDraws):
             UserError: The shape cannot be mapped to samples, or a backward pass draws.
         """
         num_samples = len(self._keys)
+        is_mapped = bool(shape) and shape[0] == num_samples * self.rows_per_sample
+        if self._is_lenient and not is_mapped:
+            self._warn_of_metrics(f"{what} of shape {list(shape)}, whose first dimension is not the batch")
+            draw = torch.ops.aten.randint.low  # PyTorch's functions are replaced
+            numbers: torch.Tensor = draw(-(2**31), 2**31, shape, dtype=torch.int32, device=self._device)
+            return numbers
         # A backward pass within the loss, as for a gradient penalty, recomputes activations, too.
         if not self._is_in_forward or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             raise UserError(
@@ -121,7 +163,7 @@ class SampleDraws(RankDraws):
                 "activations does",
                 hint="remove torch.utils.checkpoint, or set train.randomness: rank",
             )
-        if not shape or shape[0] != num_samples * self.rows_per_sample:
+        if not is_mapped:
             raise UserError(
                 f"train.randomness: sample: {what} of shape {list(shape)} cannot be mapped to samples: its "
                 f"first dimension is not the batch of {num_samples}",

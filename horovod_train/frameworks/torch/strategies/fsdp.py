@@ -234,7 +234,10 @@ class Fsdp(TorchDistributed):
     def begin(self, step: PlannedStep) -> None:
         """Start a step: no parameter has a gradient yet."""
         self._used.clear()
-        self._versions = [parameter._version for parameter in self._parameters()]  # noqa: SLF001  (no public API)
+        self._versions = [p._version for p in self._shards()]  # noqa: SLF001  (no public API)
+
+    def _shards(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._parameters() if isinstance(parameter, DTensor)]
 
     def _warn_of_writes(self) -> None:
         """Warn, once, of writes to shards during passes: some of them have no effect.
@@ -244,7 +247,7 @@ class Fsdp(TorchDistributed):
         """
         written = [
             parameter
-            for parameter, before in zip(self._parameters(), self._versions, strict=True)
+            for parameter, before in zip(self._shards(), self._versions, strict=True)
             if parameter._version != before  # noqa: SLF001
         ]
         if not written or self._has_warned:
@@ -252,8 +255,8 @@ class Fsdp(TorchDistributed):
         self._has_warned = True
         name = next(name for name, each in self._model.named_parameters() if each is written[0])
         log.warning(
-            "strategy %s: %s is written during a pass, outside of the module that it belongs to. Writes to a "
-            "part of it, such as weight[3].zero_(), have no effect: write in the task's after_update(model)",
+            "strategy %s: %s is written during a pass, while it is split over ranks. Writes to a part of it, "
+            "such as weight[3].zero_(), have no effect: write in the task's after_update(model)",
             self._job.strategy.name,
             name,
         )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from horovod_train.frameworks.torch.comm.exchange import wide_type
 from horovod_train.frameworks.torch.comm.sync_batch_norm import SyncBatchNormMixin
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
-from horovod_train.frameworks.torch.step.gathering import UNCHANGED, gathering
+from horovod_train.frameworks.torch.step.gathering import active
 from horovod_train.frameworks.torch.verify.room import has_room_for_samples
 from horovod_train.frameworks.torch.verify.untouched import Untouched, same_modules
 from horovod_train.frameworks.torch.verify.verification import (
@@ -104,7 +104,7 @@ class OneProcess:
         self._unknown: set[str] = set()
         self._dtypes = {torch.float32}  # the least that is tolerated; and types that passes have used
         self._of_task: list[Any] = []
-        self._is_over = False
+        self._is_over, self._is_finite = False, True
         self._reason: str | None = None
 
     def compare(self, step: int, parts: Sequence[Sequence[int]]) -> str | None:
@@ -118,7 +118,8 @@ class OneProcess:
         and no more is compared.
 
         Returns:
-            What differs, or why nothing is compared; None: the gradients are equal.
+            What differs, or why nothing is compared; None: the gradients are equal; empty: they are not
+            finite in this step.
 
         Raises:
             UserError: The product can train the model as one process does, and the job refuses others.
@@ -140,9 +141,10 @@ class OneProcess:
             return self._reason
         assert batches is not None
         self._unknown.clear()
+        self._is_finite = True
         finding = self._finding(batches)
         if finding is None:
-            return self._reason
+            return self._reason if self._is_finite else ""
         self._is_over, self._reason = True, finding.text
         text = f"step {step}: {finding.text}"
         if finding.is_refused and self._refuses:
@@ -261,6 +263,7 @@ class OneProcess:
         # Where a rank has the whole gradient, all sums are as many times larger, and their ratios are equal.
         sums = np.array(self._world.allreduce_sum(numbers.reshape(-1).tolist())).reshape(2, -1)
         if not np.isfinite(sums).all():
+            self._is_finite = False
             return None  # the loss has diverged, which the job reports itself
         num = 2 * self._per_part
         rounding = NUM_ROUNDINGS * self._eps() * np.sqrt(sums[1].max(initial=0.0))
@@ -293,7 +296,7 @@ class OneProcess:
 
         def compute_loss(batch: object) -> None:
             grad_mode = torch.set_grad_enabled(is_enabled)
-            with self._traceless(), grad_mode, replica.autocast(), gathering(UNCHANGED):
+            with self._traceless(), grad_mode, replica.autocast(), active(replica.gathering):
                 replica.task.loss(replica.forward_model, batch)
 
         problems = [result_of(partial(compute_loss, batch))[1] for batch in batches]
@@ -363,12 +366,11 @@ class OneProcess:
 @contextmanager
 def gathered_from(replica: Any, ranks: range) -> Iterator[None]:
     """Let ``horovod_train.gather`` join the rows of some ranks in the block."""
-    before = replica.gathering
-    replica.gathering = replace(before, of=ranks)
+    replica.gathering.of = ranks
     try:
         yield
     finally:
-        replica.gathering = before
+        replica.gathering.of = None
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -167,14 +167,8 @@ class MpiJobLauncher(PolledLauncher):
                 if status.message not in ("", last_message) and not has_ended:
                     last_message = status.message
                     yield f"{status}"
-                for pod in pods:
-                    try:
-                        yield from reader.lines(cluster, pod, follow=follow)
-                    except (LogInterruptedError, UnreachableError, ForbiddenError) as error:
-                        if isinstance(error, ForbiddenError) and not reader.has_read:
-                            raise
-                        has_ended = False  # read the remaining lines in the next iteration
-                if has_ended:
+                yield from reader.lines_of(pods, cluster, follow=follow)
+                if has_ended and reader.is_complete:
                     if not pods and not reader.has_read:
                         raise LaunchError(
                             f"{job.job_id}: its pods are gone, and their logs with them; it is {status}",
@@ -239,11 +233,27 @@ class _Reader:
     def __init__(self) -> None:
         self._shown: Counter[str] = Counter()
         self._finished: set[str] = set()
+        self._read_s = monotonic()
+        self.is_complete = True
 
     @property
     def has_read(self) -> bool:
         """Whether a line was read."""
         return bool(self._shown)
+
+    def lines_of(self, pods: Sequence[Pod], cluster: Cluster, *, follow: bool) -> Iterator[str]:
+        """Yield new lines of pods; afterwards, ``is_complete`` tells whether all logs could be read."""
+        self.is_complete = True
+        for pod in pods:
+            try:
+                yield from self.lines(cluster, pod, follow=follow)
+                self._read_s = monotonic()
+            except ForbiddenError:
+                if not self.has_read or monotonic() - self._read_s > PATIENCE_S:
+                    raise
+                self.is_complete = False
+            except (LogInterruptedError, UnreachableError):
+                self.is_complete = False
 
     def lines(self, cluster: Cluster, pod: Pod, *, follow: bool) -> Iterator[str]:
         """Yield new lines of a pod's log."""
