@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support.once import once
 
 from horovod_train.cli.main import cli
 from horovod_train.config.rules import broken_rules
@@ -93,3 +94,21 @@ def test_versions_said_to_be_tested_are_those_installed_for_tests():
     for support in SUPPORT.values():
         found = [names[d] for d in support.distributions if d in names]
         assert found == [support.tested]
+
+
+def test_what_is_prepared_once_is_not_tried_again_after_an_error():
+    calls = []
+
+    @once
+    def prepared(name, *, fails):
+        calls.append(name)
+        if fails:
+            raise ValueError(name)
+        return name * 2
+
+    for _ in range(3):
+        assert prepared("a", fails=False) == "aa"
+        with pytest.raises(ValueError, match="b"):
+            prepared("b", fails=True)
+
+    assert calls == ["a", "b"]
