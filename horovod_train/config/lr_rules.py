@@ -138,7 +138,7 @@ def global_batch_is_set_once(job: Job) -> Iterator[Problem]:
 
 def scaling_is_known(job: Job) -> Iterator[Problem]:
     """Require ``lr.scaling`` with an optimizer for which no rule is established."""
-    if job.lr.scaling == AUTO:
+    if job.lr.scaling == AUTO and job.optimizer.scaling is None:
         yield Problem(
             "lr.scaling",
             "",

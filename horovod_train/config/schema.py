@@ -20,6 +20,7 @@ from horovod_train.config.fields import (
 )
 from horovod_train.config.launch import Launch
 from horovod_train.config.optimization import AUTO, Ema, LearningRate, Optimizer
+from horovod_train.registry import SCRIPT
 
 MAX_EPOCHS = 1_000_000
 
@@ -431,8 +432,8 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _choose_scaling(self) -> Self:
-        """Replace ``lr.scaling: auto`` by the rule for the optimizer, if there is one."""
-        if self.lr.scaling == AUTO and self.optimizer.scaling is not None:
+        """Replace ``lr.scaling: auto`` by the rule for the optimizer, if there is one; scripts have none."""
+        if self.framework != SCRIPT and self.lr.scaling == AUTO and self.optimizer.scaling is not None:
             chosen = self.lr.model_copy(update={"scaling": self.optimizer.scaling})
             chosen.__pydantic_fields_set__.discard("scaling")  # another optimizer has another rule
             object.__setattr__(self, "lr", chosen)  # sections are frozen

@@ -120,7 +120,8 @@ class ErrorDocument(BaseModel):
     def of(cls, error: HorovodTrainError) -> ErrorDocument:
         """Return the document of an error."""
         problems: tuple[Problem, ...] = getattr(error, "problems", ())
-        name = type(error).__name__.removesuffix("Error")
+        known = next(each for each in type(error).__mro__ if each.__module__ == HorovodTrainError.__module__)
+        name = known.__name__.removesuffix("Error")
         return cls(
             kind=re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(),
             message=error.message,

@@ -34,6 +34,7 @@ def longer_job(folder):
     description = yaml.safe_load((BEFORE / "job.yaml").read_text())
     shutil.copy(PROGRAMS / "tasks.py", folder)
     del description["train"]["max_steps"]
+    description["lr"] = {"scaling": "linear"}  # its default
     (folder / "notes").mkdir(exist_ok=True)
     path.write_text(yaml.safe_dump(description))
     return path

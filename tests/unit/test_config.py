@@ -15,6 +15,7 @@ import yaml
 
 from horovod_train.cli import main as cli_main
 from horovod_train.config.load import _as_path, dump_job, load_job
+from horovod_train.config.optimization import LearningRate
 from horovod_train.config.problems import shorten
 from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError
@@ -118,6 +119,12 @@ class TestReading:
         job = load_job(tmp_path / "job.yaml", environ={})
 
         assert job.task == f"{tmp_path}/mine.py:Task"
+
+    def test_a_script_has_the_defaults_of_sections_that_it_decides(self, tmp_path):
+        (tmp_path / "train.py").write_text("print()\n")
+        document = {"name": "s", "framework": "script", "task": "train.py:__main__"}
+
+        assert load_job(job_file(tmp_path, document), environ={}).lr == LearningRate()
 
     @pytest.mark.parametrize(
         ("content", "is_there"),
