@@ -61,7 +61,7 @@ class Ema(Section):
 
     scale_decay: bool = True
     """Use decay^k, with k = samples of the step / ``lr.reference_batch_size``, so that the average spans the
-    same number of samples with each global batch. No effect with ``lr.scaling: none``."""
+    same number of samples with each global batch. No effect with ``lr.scaling: none``, and in own loops."""
 
     every_steps: Count = 1
     """Interval of updates, in optimizer steps."""

@@ -463,3 +463,17 @@ def test_an_export_contains_the_weights_that_are_evaluated(tmp_path, is_evaluate
     assert torch.equal(exported[None], evaluated)
     assert torch.equal(exported[False], trained)
     assert not torch.equal(exported[True], trained)
+
+
+@pytest.mark.parametrize("every_steps", [1, 3])
+@pytest.mark.parametrize(("samples", "decay"), [(6, 0.9), (3, 0.81), (12, 0.9**0.5)])
+def test_the_decay_of_an_average_follows_the_samples_of_a_step(samples, decay, every_steps):
+    """Steps have six samples."""
+    scaled = replica(averaging=Averaging(Ema(decay=0.9, every_steps=every_steps), samples))
+    expected = replica(averaging=Averaging(Ema(decay=decay, every_steps=every_steps)))
+
+    for made in (scaled, expected):
+        steps(made, 8)
+
+    for name, average in expected.averaged.tensors().items():
+        torch.testing.assert_close(scaled.averaged.tensors()[name].tensor, average.tensor)

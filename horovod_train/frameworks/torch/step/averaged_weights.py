@@ -43,7 +43,7 @@ class Averaging:
     samples: float | None = None
 
     def decay_of(self, num_steps: int, num_samples: int) -> float:
-        """Return the decay of an update that follows so many steps and samples.
+        """Return the decay of an update, given steps and samples since the one before.
 
         >>> round(Averaging(Ema(decay=0.9), samples=8).decay_of(1, 16), 6)
         0.81
@@ -79,13 +79,13 @@ class AveragedWeights:
     ) -> None:
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._averaging = averaging
-        ema = self._ema = None if averaging is None else averaging.ema
-        self._samples_of_step = self._num_samples = 0  # since the last update
+        self._samples_of_step = 0
+        self._num_steps = self._num_samples = 0  # since the last update
         self._has_modes = callable(getattr(optimizer, "eval", None)) and callable(
             getattr(optimizer, "train", None)
         )
         name = type(optimizer).__name__
-        if self._has_modes and ema is not None:
+        if self._has_modes and averaging is not None:
             raise UserError(
                 f"ema: the optimizer {name} averages weights by itself",
                 hint="leave ema out, or use another optimizer",
@@ -103,11 +103,11 @@ class AveragedWeights:
     @property
     def exist(self) -> bool:
         """Whether the job or the optimizer averages weights."""
-        return self._ema is not None or self._has_modes
+        return self._averaging is not None or self._has_modes
 
     @property
     def _are_evaluated(self) -> bool:
-        return self._has_modes or (self._ema is not None and self._ema.evaluate)
+        return self._has_modes or (self._averaging is not None and self._averaging.ema.evaluate)
 
     def _trained(self) -> dict[str, LocalTensor]:
         names = {
@@ -124,24 +124,26 @@ class AveragedWeights:
     @torch.no_grad()
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
         """Move the average towards the current weights, if the step was used."""
-        if self._ema is None or self._averaging is None or is_used is False:
+        if self._averaging is None or is_used is False:
             return
+        ema = self._averaging.ema
+        self._num_steps += 1
         self._num_samples += self._samples_of_step
         trained = self._trained()
         if not self._averages:
             self._averages = {name: _wide(local.tensor).clone() for name, local in trained.items()}
             # The weights before the first step are not available: the average starts with those after it.
             self._num_updates += 1
-            self._num_samples = 0
+            self._num_steps = self._num_samples = 0
             return
         self._num_updates += 1
         for name in trained.keys() - self._averages.keys():  # parameters that the task has added
             self._averages[name] = _wide(trained[name].tensor).clone()
-        if self._num_updates % self._ema.every_steps:
+        if self._num_updates % ema.every_steps:
             return
-        decay = self._averaging.decay_of(self._ema.every_steps, self._num_samples)
-        self._num_samples = 0
-        if self._ema.warmup:
+        decay = self._averaging.decay_of(self._num_steps, self._num_samples)
+        self._num_steps = self._num_samples = 0
+        if ema.warmup:
             decay = min(decay, (1 + self._num_updates) / (10 + self._num_updates))
         averages = [self._averages[name] for name in trained]
         weights = [
@@ -157,7 +159,7 @@ class AveragedWeights:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Replace the weights by the averaged weights in the block, unless ``ema.evaluate`` is false."""
-        if not (self._has_modes or (self._are_evaluated and self._averages)):
+        if not (self._are_evaluated and (self._has_modes or self._averages)):
             yield
             return
         trained = self._trained()
@@ -197,8 +199,8 @@ class AveragedWeights:
         """Return the averaged weights for a checkpoint: a JSON tree, and the arrays to which it refers."""
         if not (tensors := self.tensors()):
             return {}, {}
-        tree = {KEY: {"number": self._num_updates, "is_default": self._are_evaluated, "weights": tensors}}
-        tree[KEY]["samples"] = self._num_samples
+        numbers = {"number": self._num_updates, "steps": self._num_steps, "samples": self._num_samples}
+        tree = {KEY: {**numbers, "is_default": self._are_evaluated, "weights": tensors}}
         plain, arrays = pack_tree(tree, lambda leaf: isinstance(leaf, LocalTensor))
         assert isinstance(plain, dict)
         return plain, {key: local.blob(cache, key) for key, local in arrays.items()}
@@ -210,14 +212,15 @@ class AveragedWeights:
             ValueError: The arrays belong to another model.
         """
         self._averages, self._num_updates = {}, 0
+        self._num_steps = self._num_samples = 0
         saved = tree.get(KEY) if isinstance(tree, dict) else None
-        if self._ema is None:
+        if self._averaging is None:
             return
         trained = self._trained()
         self._averages = {name: _wide(local.tensor).clone() for name, local in trained.items()}
         if saved is not None:
             self._num_updates = int(saved["number"])
-            self._num_samples = int(saved.get("samples", 0))
+            self._num_steps, self._num_samples = saved.get("steps", 0), saved.get("samples", 0)
             own = {
                 f"{KEY}.weights.{name}": replace(h, tensor=self._averages[name])
                 for name, h in trained.items()
