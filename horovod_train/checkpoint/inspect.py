@@ -95,7 +95,7 @@ def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[Sto
         path: Checkpoint folder, run folder, or one checkpoint.
         file: Path of a file that must not exist.
         averaged: True: averaged weights (``ema``, or those with which the optimizer evaluates). False: the
-            trained weights. None: those with which the optimizer evaluates, if any, else the trained weights.
+            trained weights. None: those that were evaluated.
 
     Returns:
         The checkpoint, the size of the file in bytes, and whether the weights are averaged ones.

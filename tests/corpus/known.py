@@ -21,6 +21,17 @@ class Known(Case):
     num_samples = 61
 
 
+class MeanOfRank:
+    """The mean over what a rank counts, in place of a sum and a count."""
+
+    told = "return a sum and a count"
+    is_refused = True
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        total, count = super().loss(model, batch)  # type: ignore[misc]
+        return total / count
+
+
 class SimCLROwn(Known):
     """SimCLR whose negatives are those of a rank: another training, of which the job warns"""
 
@@ -167,11 +178,8 @@ class GAN(Known):
         return F.softplus(-model.d(made)).mean()
 
 
-class BertMean(Known):
-    """masked tokens, label -100 elsewhere, and the mean over those of a rank"""
-
-    told = "return a sum and a count"
-    is_refused = True
+class Bert(Known):
+    """masked tokens, label -100 elsewhere: the sum over them, and their count"""
 
     def net(self) -> nn.Module:
         class M(nn.Module):
@@ -185,24 +193,15 @@ class BertMean(Known):
 
         return M()
 
-    def labels(self, batch: Any) -> torch.Tensor:
-        _, t, lengths, _, _ = batch
-        return t.masked_fill(torch.arange(5) >= lengths[:, None], -100)
-
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        return F.cross_entropy(model(*batch[:2]).flatten(0, 1), self.labels(batch).flatten())
-
-
-class Bert(BertMean):
-    """the sum over masked tokens, and their count"""
-
-    told = ""
-    is_refused = False
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        labels = self.labels(batch).flatten()
-        scores = model(*batch[:2]).flatten(0, 1)
+        x, t, lengths, _, _ = batch
+        labels = t.masked_fill(torch.arange(5) >= lengths[:, None], -100).flatten()
+        scores = model(x, t).flatten(0, 1)
         return F.cross_entropy(scores, labels, reduction="sum"), (labels >= 0).sum()
+
+
+class BertMean(MeanOfRank, Bert):
+    """the mean over the masked tokens of a rank, as in Transformers' models"""
 
 
 class EEGNetInForward(Known):
@@ -231,11 +230,8 @@ class EEGNet(Known):
             model.up.weight.copy_(torch.renorm(model.up.weight, p=2, dim=0, maxnorm=0.5))
 
 
-class DETRMean(Known):
-    """errors of boxes, divided by the number of boxes of a rank"""
-
-    told = "return a sum and a count"
-    is_refused = True
+class DETR(Known):
+    """errors of boxes, and the number of boxes"""
 
     def net(self) -> nn.Module:
         class M(nn.Module):
@@ -248,25 +244,15 @@ class DETRMean(Known):
 
         return M()
 
-    def error(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, model: nn.Module, batch: Any) -> Any:
         x, t, lengths, _, _ = batch
         is_box = torch.arange(5) < lengths[:, None]
         targets = torch.stack([t, t + 1, t + 2, t + 3], -1).to(x.dtype) / 20
         return ((model(x, t) - targets).abs().sum(-1) * is_box).sum(), is_box.sum()
 
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        total, num_boxes = self.error(model, batch)
-        return total / num_boxes
 
-
-class DETR(DETRMean):
-    """errors of boxes, and the number of boxes"""
-
-    told = ""
-    is_refused = False
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return self.error(model, batch)
+class DETRMean(MeanOfRank, DETR):
+    """errors of boxes, divided by the number of boxes of a rank"""
 
 
 class Mamba(Known):

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from horovod_train.errors import result_of
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -15,22 +17,16 @@ def once(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     ``functools.cache`` forgets exceptions: a launch that fails would be repeated by each of a hundred tests.
     """
-    failures: dict[object, BaseException] = {}
 
     @functools.cache
-    def tried(*arguments: Arguments.args, **more: Arguments.kwargs) -> Result | None:
-        try:
-            return function(*arguments, **more)
-        except Exception as error:  # noqa: BLE001  (raised again below)
-            failures[arguments, tuple(sorted(more.items()))] = error
-            return None
+    def tried(*arguments: Arguments.args, **more: Arguments.kwargs) -> tuple[Result | None, Exception | None]:
+        return result_of(functools.partial(function, *arguments, **more))
 
     @functools.wraps(function)
     def answer(*arguments: Arguments.args, **more: Arguments.kwargs) -> Result:
-        result = tried(*arguments, **more)
-        failure = failures.get((arguments, tuple(sorted(more.items()))))
-        if failure is not None:
-            raise failure
+        result, error = tried(*arguments, **more)
+        if error is not None:
+            raise error
         return result  # type: ignore[return-value]  (None only where the function returned it)
 
     return answer

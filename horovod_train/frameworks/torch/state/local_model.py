@@ -87,10 +87,6 @@ class ReplicaBase:
         with self.statistics.kept(), without_statistics():
             yield
 
-    def statistics_of(self, share: float) -> AbstractContextManager[None]:
-        """Return the context of the passes of a micro-batch, given its fraction of the step's samples."""
-        return nullcontext() if share else self.without_statistics()
-
     def pass_context_of(self, clock: StepClock) -> PassContext:
         """Return the context for a strategy that runs the passes of a step itself."""
         assert self.task is not None
@@ -105,7 +101,7 @@ class ReplicaBase:
     @contextmanager
     def passes_of(self, share: float) -> Iterator[None]:
         """Run both passes of a micro-batch, given its fraction of the step's samples, in the block."""
-        with self.gathering.passes(share), self.statistics_of(share):
+        with self.gathering.passes(share), nullcontext() if share else self.without_statistics():
             yield
 
     def scheduled_loss(self, step: PlannedStep, clock: StepClock) -> torch.Tensor:

@@ -200,10 +200,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, gathering: Gathering, is_counted: bool) -> torch.Tensor:
         rank, size = gathering.place
+        total = ctx.total = gathering.total  # once: the isinstance check of a Protocol is slow
         lengths = torch.zeros(size, dtype=torch.int64, device=tensor.device)
         lengths[rank] = len(tensor) if is_counted else 0
-        ends = [0, *gathering.total(lengths, f"{NAME}.lengths").cumsum(0).tolist()]
-        ctx.total, ctx.length, ctx.num_own = gathering.total, ends[-1], len(tensor)
+        ends = [0, *total(lengths, f"{NAME}.lengths").cumsum(0).tolist()]
+        ctx.length, ctx.num_own = ends[-1], len(tensor)
         ctx.own = slice(ends[rank], ends[rank + 1])
         of = range(size) if gathering.of is None else gathering.of
         ctx.wanted = slice(ends[of.start], ends[of.stop])

@@ -91,7 +91,7 @@ class Fsdp(TorchDistributed):
         self._offload = offload
         self._shard_ranks = shard_ranks
         self._exchange = Exchange(self._data)
-        self._versions: list[int] = []
+        self._shard_watch = WeightWatch(None)
         self._has_warned = False
 
     def wrap(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> torch.nn.Module:
@@ -234,10 +234,7 @@ class Fsdp(TorchDistributed):
     def begin(self, step: PlannedStep) -> None:
         """Start a step: no parameter has a gradient yet."""
         self._used.clear()
-        self._versions = [p._version for p in self._shards()]  # noqa: SLF001  (no public API)
-
-    def _shards(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self._parameters() if isinstance(parameter, DTensor)]
+        self._shard_watch.begin(p for p in self._parameters() if isinstance(p, DTensor))
 
     def _warn_of_writes(self) -> None:
         """Warn, once, of writes to shards during passes: some of them have no effect.
@@ -245,15 +242,11 @@ class Fsdp(TorchDistributed):
         A part of a ``DTensor``, such as ``weight[3]``, is a copy if it is split over ranks; only the count of
         writes shows that it was written.
         """
-        written = [
-            parameter
-            for parameter, before in zip(self._shards(), self._versions, strict=True)
-            if parameter._version != before  # noqa: SLF001
-        ]
-        if not written or self._has_warned:
+        written = self._shard_watch.end()
+        if written is None or self._has_warned:
             return
         self._has_warned = True
-        name = next(name for name, each in self._model.named_parameters() if each is written[0])
+        name = next(name for name, each in self._model.named_parameters() if each is written)
         log.warning(
             "strategy %s: %s is written during a pass, while it is split over ranks. Writes to a part of it, "
             "such as weight[3].zero_(), have no effect: write in the task's after_update(model)",

@@ -104,8 +104,8 @@ class OneProcess:
         self._unknown: set[str] = set()
         self._dtypes = {torch.float32}  # the least that is tolerated; and types that passes have used
         self._of_task: list[Any] = []
-        self._is_over, self._is_finite = False, True
-        self._reason: str | None = None
+        self._is_finite = True
+        self._reason: str | None = None  # why nothing is compared any more
 
     def compare(self, step: int, parts: Sequence[Sequence[int]]) -> str | None:
         """Compare gradients after a step, and report a difference, once. Collective.
@@ -126,7 +126,7 @@ class OneProcess:
         """
         # Both parts together have as many samples as a micro-batch, so that passes need no more memory.
         self._per_part = min(MAX_PER_PART, max(1, self._batch_size // 2), *map(len, parts))
-        if self._is_over:
+        if self._reason is not None:
             return self._reason
         if self._batch_size == 1 and not has_room_for_samples(2, self._replica.device, self._world):
             self._ends(["a rank may not have memory for two samples"])
@@ -145,7 +145,7 @@ class OneProcess:
         finding = self._finding(batches)
         if finding is None:
             return self._reason if self._is_finite else ""
-        self._is_over, self._reason = True, finding.text
+        self._reason = finding.text
         text = f"step {step}: {finding.text}"
         if finding.is_refused and self._refuses:
             raise UserError(text, hint=f"{finding.hint}; health.one_process: warn only warns")
@@ -157,7 +157,6 @@ class OneProcess:
         """Return whether a rank has a reason to compare no more, which rank 0 logs. Collective."""
         of_ranks = [reason for of_rank in allgather_json(self._world, list(reasons)) for reason in of_rank]
         if of_ranks:
-            self._is_over = True
             self._reason = f"gradients are not compared with those of one process: {of_ranks[0][:300]}"
             if self._world.rank == 0:
                 log.warning("%s", self._reason)

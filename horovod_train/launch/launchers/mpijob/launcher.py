@@ -151,18 +151,18 @@ class MpiJobLauncher(PolledLauncher):
         """
         reader, last_message = _Reader(), ""
         known_s = monotonic()
-        passing: list[type[LaunchError]] = [UnreachableError]
+        passing: tuple[type[LaunchError], ...] = (UnreachableError,)
         with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
             while True:
                 try:
                     status = _status(job, cluster)
                     pods = launcher_pods(cluster, _Place(job).name)
-                except tuple(passing):
+                except passing:
                     if not follow or monotonic() - known_s > PATIENCE_S:
                         raise
                     sleep(POLL_S)
                     continue
-                known_s, passing = monotonic(), [UnreachableError, ForbiddenError]
+                known_s, passing = monotonic(), (UnreachableError, ForbiddenError)
                 has_ended = not follow or status.has_ended
                 if status.message not in ("", last_message) and not has_ended:
                     last_message = status.message
