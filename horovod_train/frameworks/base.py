@@ -320,6 +320,8 @@ class SchedulesArguments(Protocol):
 class PythonStateOfRank(Protocol):
     """State in Python of a task and its model on one rank (``python_state.py``)."""
 
+    part: int
+    """Number of the part of the model that this rank has; ranks with the same one are compared."""
     not_restored: list[str]
     """Values that the checkpoint from which the job has resumed does not contain."""
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -59,14 +58,15 @@ class PythonState:
 
     Args:
         world: All ranks of the job.
+        part: Number of the part of the model that this rank has; ranks with the same one are compared.
         roots: The objects; an object that belongs to several of them is a part of the first.
 
     Attributes:
         not_restored: Values that the checkpoint from which the job has resumed does not contain.
     """
 
-    def __init__(self, world: Communicator, roots: Sequence[Root]) -> None:
-        self._world = world
+    def __init__(self, world: Communicator, roots: Sequence[Root], part: int = 0) -> None:
+        self._world, self.part = world, part
         trained = [root for root in roots if root.is_trained]
         self._roots = [*trained, *(root for root in roots if not root.is_trained), *code_of(roots)]
         self._packages = packages_of(roots)
@@ -112,17 +112,24 @@ class PythonState:
     def differences(self) -> dict[str, str]:
         """Return a text with the values of two ranks for each value that differs. Collective."""
         shared = _shared(self.changed()[0])
-        everyone: list[dict[str, str]] = allgather_json(self._world, _digests(shared))
-        names = sorted(set().union(*everyone))
-        differing = {name for name in names if len({of_rank.get(name) for of_rank in everyone}) > 1}
+        everyone: list[tuple[int, dict[str, str]]] = allgather_json(
+            self._world, (self.part, _digests(shared))
+        )
+        differing: dict[str, tuple[int, int]] = {}
+        firsts: dict[int, int] = {}  # the first rank with each part
+        for rank, (part, of_rank) in enumerate(everyone):
+            first = firsts.setdefault(part, rank)
+            of_first = everyone[first][1]
+            for name in of_rank.keys() | of_first.keys():
+                if of_rank.get(name) != of_first.get(name):
+                    differing.setdefault(name, (first, rank))
         mine = {m.name: text_of(m.value) for m in shared.values() if m.name in differing}
         texts: list[dict[str, str]] = allgather_json(self._world, mine)
         found = {}
         for name in sorted(differing):
-            first = everyone[0].get(name)
-            other = next(rank for rank, of_rank in enumerate(everyone) if of_rank.get(name) != first)
             values = (
-                f"{texts[rank].get(name, 'unchanged')} on {describe_ranks([rank])}" for rank in (0, other)
+                f"{texts[rank].get(name, 'unchanged')} on {describe_ranks([rank])}"
+                for rank in differing[name]
             )
             found[name] = ", ".join(values)
         return found
@@ -364,7 +371,8 @@ def _changes(
 def state_of_task(mesh: Mesh, task: object, readers: Sequence[Any], *models: Root) -> PythonState:
     """Return the state in Python of a task, of its data sets, and of models.
 
-    In a model-parallel group, only some ranks call the task or a module: their state is not compared.
+    In a model-parallel group, only some ranks call the task or a module: ranks with the same part of the
+    model are compared.
 
     Args:
         mesh: The ranks of the job.
@@ -372,11 +380,12 @@ def state_of_task(mesh: Mesh, task: object, readers: Sequence[Any], *models: Roo
         readers: Readers of training and evaluation data; None: there is no such data.
         models: Models that PyTorch trains; models of other frameworks have no attributes that change.
     """
-    is_shared = mesh.data.size == mesh.world.size
     data = [
         Root(name, reader.dataset, is_shared=False, max_bytes=MAX_BYTES_OF_DATA, is_reported=False)
         for name, reader in zip(("train_data", "eval_data"), readers, strict=False)
         if reader is not None
     ]
-    shared = [replace(each, is_shared=is_shared) for each in (*models, Root("task", task))]
-    return PythonState(mesh.world, [*shared, *data])
+    _, pipeline, tensor = mesh.axes.place(mesh.world.rank)
+    return PythonState(
+        mesh.world, [*models, Root("task", task), *data], part=pipeline * mesh.axes.tensor + tensor
+    )

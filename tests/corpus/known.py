@@ -4,10 +4,12 @@ message names, if it has to be changed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from corpus.base import MLP, Case, F, nn, torch
 from horovod_train import gather
+
+SHARES_UP_AND_DOWN = {"up": "colwise", "down": "rowwise"}
 
 
 class Known(Case):
@@ -37,6 +39,7 @@ class SimCLROwn(Known):
 
     told = "horovod_train.gather"
     splits = True
+    plan: ClassVar[Any] = SHARES_UP_AND_DOWN
 
     def net(self) -> nn.Module:
         return MLP()
@@ -98,6 +101,7 @@ class ReinforceOwn(Known):
 
     told = "differ"
     stateful = True
+    plan: ClassVar[Any] = SHARES_UP_AND_DOWN
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
@@ -181,6 +185,8 @@ class GAN(Known):
 class Bert(Known):
     """masked tokens, label -100 elsewhere: the sum over them, and their count"""
 
+    plan: ClassVar[Any] = {"mix": "colwise_gather"}
+
     def net(self) -> nn.Module:
         class M(nn.Module):
             def __init__(self) -> None:
@@ -232,6 +238,8 @@ class EEGNet(Known):
 
 class DETR(Known):
     """errors of boxes, and the number of boxes"""
+
+    plan: ClassVar[Any] = {"body": "colwise", "boxes": "rowwise"}
 
     def net(self) -> nn.Module:
         class M(nn.Module):

@@ -45,22 +45,29 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "pipeline": {"name": "pipeline"},
     "tensor_parallel": {"name": "tensor_parallel"},
 }
+MESHES: dict[str, dict[str, Any]] = {
+    "stages": {"name": "mesh", "args": {"pipeline": 2}},
+    "tensors": {"name": "mesh", "args": {"tensor": 2}},
+    "shards": {"name": "mesh", "args": {"tensor": 2, "shard": True}},
+}
+"""Two ranks for each sample; they are not on the page."""
 LOOPS = {"lightning": "Lightning", "transformers": "Transformers"}
 """Frameworks with a loop of their own, which train models of PyTorch; their tasks are in adapters.py."""
 
 COLUMNS = [*STRATEGIES, *LOOPS]
 SHARED = {"pipeline", "tensor_parallel"}
 """All ranks read the same samples."""
+SHARES_LAYERS = {"tensor_parallel", "tensors", "shards"}
 
 
 def job_of(case: type, strategy: str, settings: Settings, num_ranks: int, folder: Path) -> dict[str, Any]:
     """Return the description of a job."""
     settings = case.optimized(settings)
     is_deepspeed = strategy.startswith("deepspeed")
-    description = dict(STRATEGIES.get(strategy, {"name": "allreduce"}))
+    description = dict((STRATEGIES | MESHES).get(strategy, {"name": "allreduce"}))
     plan = getattr(case, "plan", None)
-    if strategy == "tensor_parallel" and isinstance(plan, dict):
-        description["args"] = {"plan": plan}
+    if strategy in SHARES_LAYERS and isinstance(plan, dict):
+        description["args"] = {**description.get("args", {}), "plan": plan}
     args = {k.removeprefix("task_"): v for k, v in getattr(case, "job_task_args", {}).items()}
     job: dict[str, Any] = {
         "name": "corpus",
@@ -172,7 +179,7 @@ def compared(
     if strategy in LOOPS:
         weights = {name.removeprefix("net."): tensor for name, tensor in weights.items()}
         args = {name: value for name, value in args.items() if name != "case"}
-    num_data = 1 if strategy in SHARED else num_ranks
+    num_data = 1 if strategy in SHARED else num_ranks // (2 if strategy in MESHES else 1)
     zeros = strategy.startswith("deepspeed")
     expected = trained(case(**args), settings, num_data, zeros=zeros)
     missing = sorted(set(expected) ^ set(weights))
@@ -264,7 +271,8 @@ def import_what_ranks_need(strategies: Iterable[str]) -> None:
 
     for name in LOOPS.keys() & set(strategies):
         importlib.import_module(f"horovod_train.frameworks.{name}.framework")
-    classes = [CLASSES.location(name.rstrip("12")) for name in strategies if name not in LOOPS]
+    names = {(STRATEGIES | MESHES)[name]["name"] for name in strategies if name not in LOOPS}
+    classes = [CLASSES.location(name) for name in names]
     for location in (*HOOKS, *classes):
         load_attribute(location, what="a part of a run")
     needed_by_steps = (
@@ -304,7 +312,7 @@ def main() -> None:
         (name, case, strategy)
         for name, case in GROUPS[options.group]().items()
         for strategy in options.strategy
-        if not (strategy == "tensor_parallel" and case.plan is None)
+        if not (strategy in SHARES_LAYERS and case.plan is None)
         if strategy not in LOOPS or fits(case)
         if case.only is None or strategy in case.only
         if options.case is None or name in options.case

@@ -113,12 +113,39 @@ def test_models_that_many_people_train_are_those_of_one_process_or_are_told_with
 
 
 def test_losses_that_compare_samples_are_those_of_one_process_where_gradients_are_summed(tmp_path):
-    strategies = ("ddp", "zero", "fsdp")
-    wanted = ("--group", "known", "--case", "SimCLR", "CLIP", "--settings", "easy")
-    found = trained(tmp_path, *wanted, "--strategy", *strategies, at_once=2)
+    wanted = ("--group", "known", "--settings", "easy")
+    strategies = ("ddp", "zero", "fsdp", "deepspeed2", "deepspeed")
+    found = trained(tmp_path, *wanted, "--case", "SimCLR", "--strategy", *strategies, at_once=2)
+    # In pipelines, a task calls its model once.
+    meshes = ("--strategy", "stages", "tensors", "--case", "Reinforce", "--ranks", "4")
+    found |= trained(tmp_path, *wanted, *meshes, at_once=2)
 
-    assert len(found) == 2 * len(strategies)
+    assert len(found) == len(strategies) + 2
     assert {each["what"] for each in found.values()} == {"equal"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "settings"),
+    [
+        ("deepspeed2", 2, "easy"),
+        ("deepspeed", 2, "easy"),
+        ("pipeline", 2, "hard"),  # of several micro-batches
+        ("stages", 4, "easy"),
+        ("tensors", 4, "easy"),
+        pytest.param("shards", 4, "easy", marks=pytest.mark.campaign),
+        pytest.param("ddp", 3, "hard", marks=pytest.mark.campaign),
+        pytest.param("fsdp", 3, "hard", marks=pytest.mark.campaign),
+    ],
+)
+def test_no_strategy_trains_a_mean_over_tokens_in_silence(tmp_path, strategy, num_ranks, settings):
+    wanted = ("--group", "known", "--case", "Bert", "BertMean", "ReinforceOwn", "--settings", settings)
+    found = trained(tmp_path, *wanted, "--strategy", strategy, "--ranks", str(num_ranks), at_once=2)
+
+    of_case = {key.split()[0]: each for key, each in found.items()}
+    assert of_case["Bert"]["what"] == "equal"
+    assert of_case["BertMean"]["what"] == "refused"
+    assert "return a sum and a count" in " ".join(of_case["BertMean"]["output"].split())
+    assert "ReinforceOwn" not in of_case or "task.baseline" in of_case["ReinforceOwn"]["output_of_rank_0"]
 
 
 @pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.campaign) for n in (1, 3))])

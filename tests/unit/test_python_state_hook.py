@@ -42,14 +42,14 @@ class Exchanging(WatchPythonState):
         super().on_step(run)
 
 
-def trained(size, per_rank, epochs=2, begin=lambda hook: None):
+def trained(size, per_rank, epochs=2, begin=lambda hook: None, part=lambda rank: 0):
     """Train on so many ranks; return the steps after which they have compared their states."""
 
     def act(world):
         task = Counting(per_rank)
         task.rank = world.rank
         run = made(world, task, train={"epochs": epochs, "batch_size_per_rank": 1})
-        run.replica.python_state = PythonState(world, [Root("task", task)])
+        run.replica.python_state = PythonState(world, [Root("task", task)], part(world.rank))
         now = [0.0]
 
         def clock():
@@ -93,6 +93,21 @@ def test_equal_states_are_not_reported(caplog):
         trained(2, per_rank=0)
 
     assert warnings(caplog) == []
+
+
+def test_ranks_with_different_parts_of_the_model_are_not_compared(caplog):
+    with caplog.at_level(logging.WARNING):
+        trained(2, per_rank=1, part=lambda rank: rank)
+
+    assert warnings(caplog) == []
+
+
+def test_ranks_with_the_same_part_of_the_model_are_compared(caplog):
+    with caplog.at_level(logging.WARNING):
+        trained(4, per_rank=1, part=lambda rank: rank % 2)
+
+    (message,) = warnings(caplog)
+    assert "task.count: 1 on rank 0, 3 on rank 2" in message
 
 
 def test_comparisons_become_rarer(monkeypatch):

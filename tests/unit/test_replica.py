@@ -28,6 +28,7 @@ from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     recompute_activations,
 )
+from horovod_train.frameworks.torch.step import weight_watch
 from horovod_train.frameworks.torch.step.averaged_weights import Averaging
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.step.weight_watch import Turns, WeightWatch
@@ -364,6 +365,11 @@ def test_a_parameter_that_comes_later_is_cleared_in_each_step():
 
 
 class TestWritesToWeights:
+    @pytest.fixture
+    def only_in_turn(self, monkeypatch):
+        """As after the first steps."""
+        monkeypatch.setattr(weight_watch, "NUM_FIRST", 0)
+
     def written(self, weights, watches, write):
         for weight, watch in zip(weights, watches, strict=True):
             watch.begin([weight])
@@ -384,7 +390,7 @@ class TestWritesToWeights:
         assert self.written([weight], [watch], lambda: None) == [False]
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-    def test_without_a_count_are_noticed_when_it_is_their_turn(self, dtype):
+    def test_without_a_count_are_noticed_when_it_is_their_turn(self, dtype, only_in_turn):
         turns = Turns()
         weights = [nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(3)]
         watches = [WeightWatch(turns) for _ in weights]
@@ -394,7 +400,7 @@ class TestWritesToWeights:
         assert found.count(True) == 2, "in every third step"
 
     @pytest.mark.parametrize("calls", [1, 2])
-    def test_each_has_its_turn(self, calls):
+    def test_each_has_its_turn(self, calls, only_in_turn):
         turns = Turns()
         weights = [nn.Parameter(torch.ones(4)) for _ in range(5)]
         watches = [WeightWatch(turns) for _ in weights]
@@ -413,7 +419,32 @@ class TestWritesToWeights:
         assert set.union(*found[1:]) == {0, 1, 2, 3, 4}
         assert max(map(len, found[1:])) <= 2
 
-    def test_without_weights_take_no_turn(self):
+    def test_of_small_groups_are_noticed_in_each_of_the_first_steps(self, monkeypatch):
+        monkeypatch.setattr(weight_watch, "SMALL", 8)
+        monkeypatch.setattr(weight_watch, "NUM_FIRST", 5)
+        turns = Turns()
+        weights = [nn.Parameter(torch.ones(num)) for num in (8, 9)]
+        watches = [WeightWatch(turns) for _ in weights]
+
+        found = []
+        for _ in range(7):
+            found.append(self.written(weights, watches, lambda: [w.data.mul_(-1) for w in weights]))
+
+        of_small, of_large = zip(*found, strict=True)
+        assert all(of_small[:5])
+        assert not all(of_small)
+        assert not all(of_large[:5])
+
+    def test_to_a_weight_that_has_been_released_are_none(self):
+        weight = nn.Parameter(torch.ones(4))
+        watch = WeightWatch(Turns())
+
+        def release():
+            weight.data = torch.empty(0)
+
+        assert self.written([weight], [watch], release) == [False]
+
+    def test_without_weights_take_no_turn(self, only_in_turn):
         turns = Turns()
         empty, watch = WeightWatch(turns), WeightWatch(turns)
         weight = nn.Parameter(torch.ones(4))

@@ -157,8 +157,8 @@ class TorchFramework(TorchBased):
             [reader, eval_reader],
             Root("model", model, frozenset(vars(torch.nn.Module())), is_trained=True),
         )
-        if strategy.capabilities.sums_gradients and mesh.data.size == mesh.world.size:
-            replica.one_process = OneProcess(replica, reader, mesh.world, job)
+        if strategy.capabilities.sums_gradients and (mesh.data.size > 1 or job.train.accumulation_steps > 1):
+            replica.one_process = OneProcess(replica, reader, mesh, job)
         if recorder is not None:
             replica.record_steps(recorder, only_if_faster=job.train.cuda_graph == "auto")
         return replica, reader, eval_reader

@@ -85,9 +85,9 @@ class CompareWithOneProcess(Hook):
 
 
 def _samples(run: Run, share: StepShare) -> list[list[int]]:
-    """Return the first samples of rank 0 and of another rank in a step."""
+    """Return the first samples of rank 0 and of another rank, or of halves of a batch that all ranks read."""
     order = run.progress.order
     places = epoch_order(order.num_samples, order.seed, run.progress.epoch, shuffle=order.shuffle)
     of_step = places[share.cursor : share.cursor + share.num_samples]
-    start, stop = split_evenly(len(of_step), 1, min(run.mesh.data.size, len(of_step)) or 1)
+    start, stop = split_evenly(len(of_step), 1, min(max(run.mesh.data.size, 2), len(of_step)) or 1)
     return [of_step[:start].tolist(), of_step[start:stop].tolist()]

@@ -20,7 +20,8 @@ MAX_BETWEEN = 64
 """Largest number of periodic exchanges between two comparisons, if these are fast; they are half a minute."""
 MAX_PART = 0.002
 """Largest part of the time that comparisons take."""
-_DURATION = struct.Struct("<d")
+_HEAD = struct.Struct("<dI")
+"""Duration of an examination, and number of the part of the model."""
 
 
 class WatchPythonState(Hook):
@@ -51,7 +52,7 @@ class WatchPythonState(Hook):
             )
 
     def payload(self) -> bytes:
-        """Return the duration of an examination and a digest of the state; empty: no comparison is due."""
+        """Return duration of an examination, part, and digest of the state; empty: no comparison is due."""
         self._num_exchanges += 1
         self._is_due = self._state is not None and self._num_exchanges >= self._next
         if self._state is None or not self._is_due:
@@ -59,14 +60,16 @@ class WatchPythonState(Hook):
         begun_s = perf_counter()
         digests, self._unsaved = self._state.examined()
         digest = blake2b(repr(sorted(digests.items())).encode(), digest_size=16).digest()
-        return _DURATION.pack(perf_counter() - begun_s) + digest
+        return _HEAD.pack(perf_counter() - begun_s, self._state.part) + digest
 
     def on_gathered(self, of_ranks: Sequence[bytes]) -> None:
         """Record whether the state differs between ranks, and when all ranks compare it again."""
         if not self._is_due:
             return
-        self._is_different = len({message[_DURATION.size :] for message in of_ranks}) > 1
-        longest_s = max(_DURATION.unpack_from(message)[0] for message in of_ranks)
+        heads = [_HEAD.unpack_from(message) for message in of_ranks]
+        digests = {(part, message[_HEAD.size :]) for (_, part), message in zip(heads, of_ranks, strict=True)}
+        self._is_different = len(digests) > len({part for _, part in heads})
+        longest_s = max(duration_s for duration_s, _ in heads)
         rest = int(longest_s / (INTERVAL_S * MAX_PART))
         self._next = self._num_exchanges + max(min(self._num_exchanges, MAX_BETWEEN), rest)
 

@@ -116,7 +116,7 @@ class Gathering:
         if not self._strategy.capabilities.sums_gradients:
             raise UserError(
                 "horovod_train.gather: this strategy does not sum the gradients of ranks in each step",
-                hint="use strategy: allreduce (without a codec), zero, ddp or fsdp",
+                hint="use strategy: allreduce (without a codec), zero, ddp, fsdp, deepspeed or mesh",
             )
         if self.is_in_graphs:
             raise UserError(

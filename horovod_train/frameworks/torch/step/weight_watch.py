@@ -1,7 +1,8 @@
 """Notices writes to weights where a strategy would lose them.
 
 PyTorch counts writes to a tensor, but not those through ``.data``. Comparing contents costs as much as
-reading them. Therefore counts are compared each time, and the content of one group of weights in turn.
+reading them. Therefore counts are compared each time, and the content of one group of weights in turn. At the
+start, the content of each small group is compared, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from horovod_train.frameworks.torch.comm.buckets import to_local
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 """Type in which the elements of a size are summed up in int64, without overflow."""
+NUM_FIRST = 64
+"""So many times at the start, the content of a small group is compared."""
+SMALL = 2**16
+"""Largest number of elements of a small group."""
 CHUNK = 2**20
 """Elements that are summed up at once: a sum in a wider type first copies them."""
 
@@ -52,13 +57,15 @@ class WeightWatch:
         self._content = content_sums([weight for weight, _ in self._before]) if is_turn else None
 
     def _is_turn(self) -> bool:
-        """Return whether this group's content is compared: once in as many times as there are groups."""
+        """Return whether this group's content is compared: first and in turn, once per number of groups."""
         if self._turns is None:
             return False
         if self._number is None:
             self._number = self._turns.count
             self._turns.count += 1
         self._num_begun += 1
+        if self._num_begun <= NUM_FIRST and sum(weight.numel() for weight, _ in self._before) <= SMALL:
+            return True
         return (self._num_begun + self._number) % self._turns.count == 0
 
     def end(self) -> torch.Tensor | None:
@@ -71,7 +78,8 @@ class WeightWatch:
             if weight._version != version:  # noqa: SLF001
                 return weight
         is_found = self._pending is not None and bool(self._pending)
-        if self._content is not None:
+        # Without elements: a weight whose memory has been released meanwhile.
+        if self._content is not None and all(weight.numel() for weight, _ in before):
             differs = (content_sums([weight for weight, _ in before]) != self._content).any()
             if differs.is_cuda:
                 self._pending = torch.zeros((), dtype=torch.bool, pin_memory=True)

@@ -266,6 +266,10 @@ class LocalState:
         """Return this rank's part of the model's weights and buffers, by their names in the whole model."""
         return whole_model(self._model)
 
+    def transient_weights(self) -> Mapping[str, torch.nn.Parameter]:
+        """Return parameters that have memory only in passes, by name: what a pass writes to them is lost."""
+        return {}
+
     def local_gradients(self) -> Iterator[tuple[str, Part | None, torch.Tensor | None]]:
         """Yield name, part (None: all of it) and gradient (None: no rank has one) of each parameter."""
         parameters = (p for group in self._optimizer.param_groups for p in group["params"])

@@ -24,7 +24,7 @@ from horovod_train.frameworks.torch.strategies.base import Capabilities, Strateg
 class ModelParallel(Strategy):
     """Base of strategies with a part of the model on each rank; data-parallel ranks store the same part."""
 
-    capabilities = Capabilities(sharded=True, whole_weights=False)
+    capabilities = Capabilities(sharded=True, whole_weights=False, sums_gradients=True)
 
     def __init__(self, mesh: Mesh, job: Job) -> None:
         self._job = job

@@ -5,8 +5,9 @@ differs from its gradient if the loss is not a mean over samples: if it compares
 (in-batch negatives), normalizes by statistics of the batch, or divides by a number of tokens. To see this,
 the replica makes two steps of the same few samples whose gradients are discarded:
 
-    parts   half of the ranks have the first half of the samples, the others the second half
-    joint   each rank has all of them
+    parts   half of the ranks have the first half of the samples, the others the second half; if all ranks
+            read the same samples, the halves are two micro-batches
+    joint   each rank has all of them in one micro-batch
 
 All passes run as in training, except that random numbers are constants. After each step, weights, buffers,
 random generators and the state in Python are as before. Weights that a pass has written are compared, too.
@@ -26,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_train.collectives.base import Communicator, allgather_json, any_rank
+from horovod_train.collectives.base import allgather_json, any_rank
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch, StepShare
@@ -61,13 +63,11 @@ class Gradient:
     """Loss and gradient of a step.
 
     Attributes:
-        losses: Loss of each rank's samples.
         loss: Loss of the step.
         projected: Of this rank's part of each gradient and of each written weight, its projection, shape
             [``NUM_COMPONENTS``], and its sum of squares; by name.
     """
 
-    losses: Sequence[float]
     loss: float
     projected: Mapping[str, tuple[torch.Tensor, float]]
 
@@ -93,15 +93,19 @@ class OneProcess:
     Args:
         replica: The replica of this rank (a ``TorchReplica``).
         reader: Reader of the training data.
-        world: All ranks; each reads other samples.
+        mesh: All ranks, and those that read other samples.
         job: The job.
     """
 
-    def __init__(self, replica: Any, reader: TorchReader, world: Communicator, job: Job) -> None:
-        self._replica, self._reader, self._world = replica, reader, world
+    def __init__(self, replica: Any, reader: TorchReader, mesh: Mesh, job: Job) -> None:
+        self._replica, self._reader, self._world, self._data = replica, reader, mesh.world, mesh.data
+        self._part, self._parts = (
+            ("rank", "ranks") if mesh.data.size > 1 else ("micro-batch", "micro-batches")
+        )
         self._refuses = job.health.one_process == "refuse"
         self._batch_size, self._per_part = job.train.batch_size_per_rank, 0
         self._unknown: set[str] = set()
+        self._lost: set[str] = set()  # names of weights
         self._dtypes = {torch.float32}  # the least that is tolerated; and types that passes have used
         self._of_task: list[Any] = []
         self._is_finite = True
@@ -172,20 +176,23 @@ class OneProcess:
     def _finding(self, batches: Sequence[object]) -> Finding | None:
         if self._ends(self._problems_of_forward(batches)):
             return None
-        per_part = self._world.size // 2  # ranks; the last one of an odd number does not count
-        part = self._world.rank % 2
-        is_counted = self._world.rank < 2 * per_part
-        places = range(part * self._per_part, (part + 1) * self._per_part)
-
-        first = 2 * min(self._world.rank // 2, per_part - 1)
-        pair, alone = range(first, first + 2), range(self._world.rank, self._world.rank + 1)
+        if (written := self._lost_writes()) is not None:
+            return written
+        rank, num_ranks, size = self._data.rank, self._data.size, self._per_part
+        per_part = num_ranks // 2  # ranks; the last one of an odd number does not count
+        first = 2 * min(rank // 2, per_part - 1)
+        pair, alone = range(first, first + 2), range(rank, rank + 1)
+        own = [rank % 2] if num_ranks > 1 else [0, 1]
 
         def parts(weight: float = 0.5) -> Gradient:
-            share = is_counted * (weight, 1 - weight)[part] / per_part
-            return self._gradient(batches[part], share, places, pair)
+            shares = np.array([weight, 1 - weight])
+            if num_ranks > 1:
+                shares *= (rank < 2 * per_part) / per_part
+            of_rank = [MicroBatch(part * size, (part + 1) * size, float(shares[part])) for part in own]
+            return self._gradient(of_rank, [batches[part] for part in own], pair if num_ranks > 1 else alone)
 
         def joint() -> Gradient:
-            return self._gradient(batches[2], 1 / self._world.size, range(2 * self._per_part), alone)
+            return self._gradient([MicroBatch(0, 2 * size, 1 / num_ranks)], batches[2:], alone)
 
         of_parts, of_joint = parts(), joint()
         difference = self._difference(of_parts, of_joint)
@@ -197,6 +204,21 @@ class OneProcess:
             self._ends([f"they are random{drawn}"])
             return None
         return self._explained(difference, of_parts, of_joint, parts, joint)
+
+    def _lost_writes(self) -> Finding | None:
+        """Return what is wrong with forward passes that write weights which are gathered for each pass."""
+        of_ranks = sorted(
+            {name for names in allgather_json(self._world, sorted(self._lost)) for name in names}
+        )
+        if not of_ranks:
+            return None
+        return Finding(
+            f"the forward pass changes {of_ranks[0]} in place, and the strategy loses the change: a rank has "
+            "the whole weight only in a pass",
+            "change weights in the task's after_update(model) under strategy: allreduce or zero, or compute "
+            "with a changed copy of them (torch.nn.utils.parametrize)",
+            is_refused=True,
+        )
 
     def _explained(
         self,
@@ -217,12 +239,17 @@ class OneProcess:
             )
         with self._statistics_fixed() as layers:
             if layers and self._difference(parts(), joint()) is None:
+                remedy = (
+                    "set train.sync_batch_norm: true for the statistics of all ranks"
+                    if self._data.size > 1
+                    else "use a layer that normalizes within a sample, such as GroupNorm"
+                )
                 return Finding(
-                    f"{found}. A layer normalizes over the samples of each rank: {layers[0]}",
-                    "set train.sync_batch_norm: true for the statistics of all ranks",
+                    f"{found}. A layer normalizes over the samples of each {self._part}: {layers[0]}",
+                    remedy,
                     is_refused=False,
                 )
-        first, second = of_parts.losses[:2]
+        first, second = parts(1.0).loss, parts(0.0).loss
         if first != second:
             weight = (of_joint.loss - second) / (first - second)
             if 0 < weight < 1 and self._difference(parts(weight), of_joint) is None:
@@ -265,18 +292,20 @@ class OneProcess:
             self._is_finite = False
             return None  # the loss has diverged, which the job reports itself
         num = 2 * self._per_part
-        rounding = NUM_ROUNDINGS * self._eps() * np.sqrt(sums[1].max(initial=0.0))
-        excess = np.sqrt(sums[0]) - np.maximum(self._limit() * np.sqrt(sums[1]), rounding)
+        limit, eps = np.array(allgather_json(self._world, [self._limit(), self._eps()])).max(0)
+        rounding = NUM_ROUNDINGS * eps * np.sqrt(sums[1].max(initial=0.0))
+        excess = np.sqrt(sums[0]) - np.maximum(limit * np.sqrt(sums[1]), rounding)
         worst = int(excess.argmax()) if len(excess) else 0
         if not len(excess) or excess[worst] <= 0:
-            if _is_close(found.loss, expected.loss, max(self._limit(), 1e-6)):
+            if _is_close(found.loss, expected.loss, max(limit, 1e-6)):
                 return None
             return (
-                f"the loss of {num} samples is {found.loss:.6g} on two ranks, and {expected.loss:.6g} on one"
+                f"the loss of {num} samples is {found.loss:.6g} on two {self._parts}, and "
+                f"{expected.loss:.6g} on one"
             )
         relative = float(np.sqrt(sums[0, worst] / max(sums[1, worst], 1e-300)))
         what = "" if names[worst].startswith(CHANGE) else "the gradient of "
-        return f"{what}{names[worst]} differs by {relative:.1%} if {num} samples are split over ranks"
+        return f"{what}{names[worst]} differs by {relative:.1%} if {num} samples are split over {self._parts}"
 
     def _eps(self) -> float:
         return max(torch.finfo(dtype).eps for dtype in self._dtypes)
@@ -288,8 +317,14 @@ class OneProcess:
     # -- passes
 
     def _problems_of_forward(self, batches: Sequence[object]) -> list[str]:
-        """Return why the loss of a batch cannot be computed: before gradients, ranks do not wait."""
+        """Return why the loss of a batch cannot be computed: before gradients, ranks do not wait. Collective.
+
+        Raises:
+            UserError: The strategy refuses what the passes do, on a rank.
+        """
         replica = self._replica
+        if replica.strategy.capabilities.owns_schedule:
+            return []  # it runs all passes
         # PyTorch's wrappers expect a backward pass after a forward pass with gradients.
         is_enabled = not replica.strategy.capabilities.collective_passes
 
@@ -298,20 +333,25 @@ class OneProcess:
             with self._traceless(), grad_mode, replica.autocast(), active(replica.gathering):
                 replica.task.loss(replica.forward_model, batch)
 
-        problems = [result_of(partial(compute_loss, batch))[1] for batch in batches]
-        return [f"{type(each).__name__}: {each}" for each in problems if each is not None][:1]
+        problem = next(filter(None, (result_of(partial(compute_loss, batch))[1] for batch in batches)), None)
+        refused = [str(problem), problem.hint] if isinstance(problem, UserError) else None
+        if found := next(filter(None, allgather_json(self._world, refused)), None):
+            text, hint = found
+            raise UserError(text, hint=hint)
+        return [] if problem is None else [f"{type(problem).__name__}: {problem}"]
 
-    def _gradient(self, batch: object, share: float, places: range, gathered: range) -> Gradient:
-        """Return loss and gradient of a step of one batch on each rank. Collective.
+    def _gradient(
+        self, micro_batches: Sequence[MicroBatch], batches: Sequence[object], gathered: range
+    ) -> Gradient:
+        """Return loss and gradient of a step, given the batches of this rank. Collective.
 
         ``horovod_train.gather`` joins the rows of the ranks ``gathered``, which have the joint batch.
         """
-        micro_batch = MicroBatch(places.start, places.stop, share)
-        step = PlannedStep(StepShare(0, 2 * self._per_part, (micro_batch,)), iter([batch]), is_last=True)
+        share = StepShare(0, 2 * self._per_part, tuple(micro_batches))
+        step = PlannedStep(share, iter(batches), is_last=True)
         replica = self._replica
         with self._traceless() as mode, gathered_from(replica, gathered):
             loss = float(replica.trial(step))
-            local = float(replica.loss.local) / (share or 1.0)
             kept = {
                 name: projected(gradient)
                 for name, _, gradient in replica.strategy.local_gradients()
@@ -321,8 +361,7 @@ class OneProcess:
                 if (change := mode.change_of(parameter)) is not None:
                     kept[f"{CHANGE}{name}"] = projected(change)
         replica.discard()
-        losses = [float(each) for each in allgather_json(self._world, local)]
-        return Gradient(losses, loss, kept)
+        return Gradient(loss, kept)
 
     @contextmanager
     def _statistics_fixed(self) -> Iterator[list[str]]:
@@ -348,7 +387,9 @@ class OneProcess:
         """Restore everything that passes change. In a dispatch mode, compiled functions run uncompiled."""
         model, state = self._replica.model, self._replica.python_state
         random_state = rng_state()
-        mode = Untouched([*model.parameters(), *model.buffers(), *self._of_task])
+        transient = self._replica.strategy.transient_weights()
+        weights = () if transient else model.parameters()
+        mode = Untouched([*weights, *model.buffers(), *self._of_task], transient)
         try:
             with state.restored() as lost, same_modules(model), mode:
                 seed_generators(0, 0, 0)
@@ -357,6 +398,7 @@ class OneProcess:
             mode.restore()
             load_rng_state(*random_state)
             self._unknown |= mode.unknown
+            self._lost |= mode.lost
             self._dtypes |= mode.dtypes
         if lost:
             log.warning("the comparison with one process has changed %s", ", ".join(lost[:3]))

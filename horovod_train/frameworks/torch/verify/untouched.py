@@ -61,14 +61,20 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         watched: Tensors that are restored.
+        transient: Tensors that are not, by name, but whose changes are noted.
 
     Attributes:
+        lost: Names of transient tensors that operations wrote.
         unknown: Names of operations that drew random numbers, and for which no constant is known.
         dtypes: Types of the floating-point numbers that operations read.
     """
 
-    def __init__(self, watched: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, watched: Iterable[torch.Tensor], transient: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._transient = transient or {}
+        self.lost: set[str] = set()
         self.unknown: set[str] = set()
         self.dtypes: set[torch.dtype] = set()
         self._whole = [(tensor, to_local(tensor.detach())) for tensor in watched if not tensor.is_meta]
@@ -91,9 +97,11 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
     def _remember(self, tensor: torch.Tensor) -> None:
-        for local in self._places.get(_storage(to_local(tensor.detach())), ()):
+        storage = _storage(to_local(tensor.detach()))
+        for local in self._places.get(storage, ()):
             if id(local) not in self._before:
                 self._before[id(local)] = local, local.clone()
+        self.lost.update(name for name, each in self._transient.items() if _storage(each.detach()) == storage)
 
     @torch.no_grad()
     def change_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -113,7 +121,8 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.data_ptr() != local.data_ptr() and type(tensor.data) is type(local):
                 tensor.data = local
         for local, before in self._before.values():
-            local.copy_(before)
+            if local.untyped_storage().size():  # a strategy that gathers weights may have released them
+                local.copy_(before)
         self._before.clear()
 
     def _constant(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

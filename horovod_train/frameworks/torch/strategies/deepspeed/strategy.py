@@ -63,6 +63,7 @@ class DeepSpeed(TorchDistributed):
         deferred_results=False,  # DeepSpeed synchronizes with the device in each step
         owns_update=True,
         unused_have_zeros=True,
+        sums_gradients=True,
     )
 
     def __init__(
@@ -146,7 +147,7 @@ class DeepSpeed(TorchDistributed):
         self._settings = [dict(group) for group in optimizer.param_groups]
         if self._stage == 3:
             self._announce_gathers(model)
-        turns = None if self._stage == 3 else Turns()  # its weights have no content between modules
+        turns = Turns()
         self._weights = [(p, WeightWatch(turns)) for p in model.parameters() if p.requires_grad]
         self._flat = FlatState(model, made, names, self._stage, self._data.rank)
         self._bytes_once = BYTES_OF_WEIGHT * self._num_parameters
@@ -261,7 +262,7 @@ class DeepSpeed(TorchDistributed):
     def begin(self, step: PlannedStep) -> None:
         """Record weights, which only DeepSpeed may write."""
         for weight, watch in self._weights:
-            watch.begin([weight])
+            watch.begin([weight] if weight.numel() else ())  # stage 3 keeps small ones between modules
 
     def set_requires_sync(self, *, is_last: bool) -> None:
         """Prepare for a pass; DeepSpeed reduces gradients after the last pass of this step."""
@@ -348,6 +349,10 @@ class DeepSpeed(TorchDistributed):
     def local_tensors(self) -> Mapping[str, LocalTensor]:
         """Return this rank's shards of the model's weights and buffers."""
         return self._flat.local_tensors()
+
+    def transient_weights(self) -> Mapping[str, torch.nn.Parameter]:
+        """Return all parameters under stage 3, in which each rank gathers them from shards."""
+        return dict(self._model.named_parameters()) if self._stage == 3 else {}
 
     def optimized(self) -> Sequence[OptimizedParameter]:
         """Return this rank's shards of the optimizer's parameters, in its order."""

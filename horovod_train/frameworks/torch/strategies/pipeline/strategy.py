@@ -90,6 +90,7 @@ class Pipeline(ModelParallel):
             sharded=True,
             whole_weights=False,
             owns_schedule=True,
+            sums_gradients=True,
             after_update=False,  # a rank stores only the weights of its stages
             num_loss_copies=mesh.axes.tensor,
         )
