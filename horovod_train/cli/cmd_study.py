@@ -106,6 +106,8 @@ def command(
     from horovod_train.cli.cmd_run import refuse_as_rank
     from horovod_train.config.load import load_job
     from horovod_train.config.shipped import job_file
+    from horovod_train.errors import UserError
+    from horovod_train.launch.submit import has_local_files
     from horovod_train.study.critical import Branching, default_epochs, measure
     from horovod_train.study.results import folder_of, locked, open_study
     from horovod_train.study.run import run_trials
@@ -116,6 +118,12 @@ def command(
     refuse_other_options(click.get_current_context(), is_critical=critical_batch)
     described = load_job(job_file(job), overrides)
     folder = folder_of(described) if output is None else output.absolute()
+    is_local = has_local_files(described)
+    if critical_batch and not is_local:
+        raise UserError(
+            f"--critical-batch copies checkpoints, and {described.launch.launcher} keeps them on a volume",
+            hint="measure it where checkpoints can be read, such as with --set launch.launcher=horovodrun",
+        )
     if metric is not None:
         metric_of(described, (), metric)  # refuses a metric whose direction is unknown, before the trials
     chosen = policies_of(described, [name for name in policies.split(",") if name])
@@ -129,7 +137,8 @@ def command(
             measure(study, described, branching, print_line)
         else:
             num_cores = len(os.sched_getaffinity(0))
-            trials = trials_of(described, chosen, ranks, seeds, folder=folder, num_cores=num_cores)
+            runs = folder if is_local else folder_of(described)  # on the volume
+            trials = trials_of(described, chosen, ranks, seeds, folder=runs, num_cores=num_cores)
             study.save()
             run_trials(study, trials, print_line)
         finish(study, described, metric)

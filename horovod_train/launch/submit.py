@@ -94,6 +94,12 @@ def launcher_named(name: str) -> Launcher:
     return launcher
 
 
+def has_local_files(job: Job) -> bool:
+    """Return whether this machine can read the runs of a job: an MPIJob writes them to a volume."""
+    name = job.launch.launcher
+    return name == "auto" or launcher_named(name).has_local_files
+
+
 def submitted(job_id: str) -> tuple[Launcher, Submitted]:
     """Return the launcher and the record of a submitted job.
 

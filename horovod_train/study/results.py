@@ -259,9 +259,14 @@ def locked(folder: Path) -> Iterator[None]:
     """Create the folder of a study, and lock it during the block.
 
     Raises:
-        UserError: Another study uses the folder.
+        UserError: Another study uses the folder, or it cannot be created.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the folder of the study cannot be created: {error}", hint="use --output with another folder"
+        ) from error
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

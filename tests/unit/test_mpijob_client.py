@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 from support.api import served as served_api
 from support.fake_launcher import progress, summary
@@ -12,6 +15,7 @@ from support.mpijobs import described
 from support.waiting import wait_until
 
 import horovod_train as ht
+from horovod_train.cli.cmd_study import command as study
 from horovod_train.client import tails
 from horovod_train.events.text import summary_lines
 from horovod_train.launch.console import JobConsole
@@ -22,19 +26,19 @@ from horovod_train.serve.page import serve_page
 SUBMIT = "submit-token-0123456789"
 
 
-def output_of_a_pod():
+def output_of_a_pod(ended):
     """What the launcher's pod prints: that of ``run`` without a terminal, with events."""
     output = io.StringIO()
     console = JobConsole(Console(file=output, width=80), has_events=True)
     console.show(progress(1, 2.0), 0)
     console.print("[rank 1] hello")
     console.show(progress(2, 1.0).model_copy(update={"num_steps": 2}), 0)
-    console.show(ENDED, 0)
+    console.show(ended, 0)
     return output.getvalue()
 
 
 ENDED = summary(steps=2, metrics={"accuracy": 0.5}, checkpoint="/runs/step-2")
-OUTPUT = output_of_a_pod()
+OUTPUT = output_of_a_pod(ENDED)
 
 
 @pytest.fixture
@@ -94,6 +98,38 @@ def test_a_job_that_succeeds_has_output_events_metrics_and_a_result(api, cluster
         2,
     )
     assert cluster.names("MPIJob") == [job.id.partition("-")[0]]
+
+
+def test_a_study_of_mpijobs_has_the_results_of_their_pods(cluster, tmp_path):
+    losses = {"linear-r1-s0": 0.5, "linear-r1-s1": 0.52, "linear-r2-s0": 0.8, "linear-r2-s1": 0.83}
+    trained, runs = [], set()
+
+    def succeeds(cluster, job):
+        name = job["metadata"]["name"]
+        trained.append(name)
+        cluster.add_condition(job, "Created")
+        runs.update(
+            re.findall(r'"run_dir": *"([^"]+)', json.dumps(list(cluster.objects.values())).replace("\\", ""))
+        )
+        loss = losses[next(each for each in losses if each in name)]
+        cluster.add_launcher(job, output_of_a_pod(summary(steps=8, epochs=2.0, metrics={"loss": loss})))
+        cluster.add_condition(job, "Succeeded")
+
+    cluster.operator = succeeds
+    job, output = tmp_path / "job.json", tmp_path / "study"
+    job.write_text(json.dumps(described("cpu", train={"epochs": 2})))
+    options = "--ranks 1,2 --seeds 2 --policies linear --metric loss:min"
+    command = [str(job), *options.split(), "--output", str(output)]
+    first = CliRunner().invoke(study, command)
+    again = CliRunner().invoke(study, command)
+
+    assert (first.exit_code, again.exit_code) == (0, 0), first.output + again.output
+    assert len(trained) == 4
+    assert "4 of 4 trials have results already" in again.output
+    table = (output / "table.md").read_text()
+    assert "0.51" in table
+    assert "0.815" in table
+    assert runs == {"/data/runs/digits/study"}, "on the volume, not where the table is"
 
 
 def test_a_job_is_drained_and_another_is_cancelled(api, cluster):
