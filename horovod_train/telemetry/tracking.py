@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
+from time import monotonic
 
 from horovod_train.config.schema import Job, Tracking
 from horovod_train.errors import result_of
@@ -67,6 +68,7 @@ class TrackerThread:
         self._count_lost = count_lost
         self._num_dropped = 0
         self._is_ending = False
+        self._began_s: float | None = None  # the call that runs now
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -92,7 +94,13 @@ class TrackerThread:
                     f"tracker {self._name} has not closed after {CLOSE_S:g} s: values not yet stored are lost"
                 )
         if self._num_dropped:
-            self._print_notice(f"tracker {self._name} is too slow: {self._num_dropped} call(s) were dropped")
+            waiting_s = 0.0 if self._began_s is None else monotonic() - self._began_s
+            why = (
+                f"has not answered for {waiting_s:.0f} s (is its server reachable?)"
+                if waiting_s >= CLOSE_S
+                else "is too slow"
+            )
+            self._print_notice(f"tracker {self._name} {why}: {self._num_dropped} call(s) were dropped")
 
     def _work(self) -> None:
         _, error = result_of(self._serve)
@@ -106,7 +114,9 @@ class TrackerThread:
     def _serve(self) -> None:
         try:
             while (call := self._queue.get()) is not None:
+                self._began_s = monotonic()
                 call()
+                self._began_s = None
             self._is_ending = True
             self.tracker.end()
         except SystemExit as left:

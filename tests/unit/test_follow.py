@@ -40,7 +40,7 @@ class TestAStall:
         names = "allreduce.gradients, allreduce.loss"
         assert run.noted == [
             f"rank 1 did not join a collective that the others wait in: {names}",
-            f"ranks 1-2 did not join a collective that the others wait in: {names}",
+            f"rank 1 did not join {names}; rank 2 did not join broadcast.x",
         ]
 
     def test_that_is_the_end_is_explained_with_where_to_look(self, follow):

@@ -132,6 +132,13 @@ def test_a_study_of_mpijobs_has_the_results_of_their_pods(cluster, tmp_path):
     assert runs == {"/data/runs/digits/study"}, "on the volume, not where the table is"
 
 
+def test_logs_of_a_job_whose_pods_are_not_there_yet_are_empty(api, cluster):
+    cluster.operator = lambda cluster, job: cluster.add_condition(job, "Created")
+    job = api.submit(described("cpu"))
+
+    assert list(job.logs()) == []
+
+
 def test_a_job_is_drained_and_another_is_cancelled(api, cluster):
     cluster.operator = trains
     job = api.submit(described("cpu"))

@@ -510,6 +510,16 @@ class TestThePartsOfAJob:
         with pytest.raises(UserError, match="is a dict, not a torch optimizer"):
             optimizer_of(job, object(), nn.Linear(1, 1), 1)
 
+    def test_a_parameter_in_two_groups_is_named(self):
+        class Task:
+            def param_groups(self, model):
+                return [{"params": model.parameters()}, {"params": [model.bias]}]
+
+        job = Job.model_validate({"name": "j", "task": "digits"})
+
+        with pytest.raises(UserError, match="returns 'bias' twice"):
+            optimizer_of(job, Task(), nn.Linear(1, 1), 1)
+
     def test_augmentation_depends_on_the_sample_and_not_on_who_reads_it(self):
         class Noisy:
             def __len__(self):

@@ -62,7 +62,7 @@ from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, make_strategy
 from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, TorchTask
-from horovod_train.frameworks.torch.verify.model_check import check_model
+from horovod_train.frameworks.torch.verify.model_check import check_model, refuse_repeated_parameters
 from horovod_train.frameworks.torch.verify.one_process import OneProcess
 from horovod_train.frameworks.torch.verify.room import has_room
 from horovod_train.frameworks.torch.verify.task_copy import copy_of_task, copy_of_value, generators_of
@@ -385,7 +385,9 @@ def optimizer_of(
     Raises:
         UserError: Unknown optimizer, or invalid arguments.
     """
-    groups = getattr(task, "param_groups", None)
-    return optimizer_over(
-        job, groups(model) if groups else [p for p in model.parameters() if p.requires_grad], num_data_ranks
-    )
+    groups_of = getattr(task, "param_groups", None)
+    if groups_of is None:
+        return optimizer_over(job, [p for p in model.parameters() if p.requires_grad], num_data_ranks)
+    groups = list(groups_of(model))
+    refuse_repeated_parameters(model, groups)
+    return optimizer_over(job, groups, num_data_ranks)

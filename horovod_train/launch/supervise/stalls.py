@@ -26,9 +26,16 @@ class Stalls(Follower):
         self._listed_by: int | None = None
 
     def __str__(self) -> str:
-        names = describe_ranks(sorted(self.missing))
-        collectives = min(self.missing.values())
-        return f"{names} did not join a collective that the others wait in: {collectives}"
+        ranks_of: dict[str, list[int]] = {}
+        for rank in sorted(self.missing):
+            ranks_of.setdefault(self.missing[rank], []).append(rank)
+        first, *more = (f"{describe_ranks(ranks)} did not join" for ranks in ranks_of.values())
+        if not more:
+            return f"{first} a collective that the others wait in: {min(self.missing.values())}"
+        # Each waits in what another one has not joined: ranks took different branches.
+        return "; ".join(
+            f"{describe_ranks(ranks)} did not join {collective}" for collective, ranks in ranks_of.items()
+        )
 
     def handle(self, line: Line) -> None:
         """Process an event, or text in which Horovod's inspector lists ranks; progress ends a stall."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -64,3 +66,20 @@ def refuse_hooks_of_parameters(
                 "but a rank has only a part of it",
                 hint="use strategy: allreduce, ddp or fsdp",
             )
+
+
+def refuse_repeated_parameters(model: torch.nn.Module, groups: Sequence[object]) -> None:
+    """Refuse groups of a task in which a parameter occurs twice."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: set[int] = set()
+    for group in groups:
+        if not isinstance(group, dict) or isinstance(group.get("params", ()), torch.Tensor):
+            continue
+        group["params"] = list(group.get("params", ()))  # an iterator could be read only once
+        for parameter in group["params"]:
+            if id(parameter) in seen:
+                raise UserError(
+                    f"param_groups(model) returns {names.get(id(parameter), 'a parameter')!r} twice",
+                    hint="let each parameter be in one group",
+                )
+            seen.add(id(parameter))

@@ -169,7 +169,7 @@ class MpiJobLauncher(PolledLauncher):
                     yield f"{status}"
                 yield from reader.lines_of(pods, cluster, follow=follow)
                 if has_ended and reader.is_complete:
-                    if not pods and not reader.has_read:
+                    if status.has_ended and not pods and not reader.has_read:
                         raise LaunchError(
                             f"{job.job_id}: its pods are gone, and their logs with them; it is {status}",
                             hint="run.log is in its run_dir, in the folder of this run",
