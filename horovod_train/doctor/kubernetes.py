@@ -45,6 +45,15 @@ def examine_cluster(job: Job | None, settings: Kubernetes) -> Iterator[Finding]:
             yield Finding("", "api server", cluster.version())
             yield _operator(cluster)
             yield _permissions(cluster, settings)
+            if not is_chosen and cluster.namespace != settings.namespace:
+                yield Finding(
+                    "",
+                    "namespace",
+                    f"kubectl's context has {cluster.namespace}, and jobs without launch.kubernetes.namespace "
+                    f"go to {settings.namespace}",
+                    "warn",
+                    f"set launch.kubernetes.namespace: {cluster.namespace} in jobs",
+                )
             if job is not None:
                 yield from _job_requirements(cluster, job)
     except HorovodTrainError as error:

@@ -89,9 +89,11 @@ def test_without_a_job_it_looks_where_kubectl_would(tmp_path, api, monkeypatch):
     def looked_in(**kubernetes):
         launch = {"kubernetes": kubernetes}
         settings = Job.model_validate({"name": "j", "task": "digits", "launch": launch}).launch.kubernetes
-        found = {finding.what: finding.found for finding in examine_cluster(None, settings)}
-        return found["permissions"].rpartition(" in ")[2]
+        found = {finding.what: finding for finding in examine_cluster(None, settings)}
+        warnings.append(found["namespace"].fix if "namespace" in found else "")
+        return found["permissions"].found.rpartition(" in ")[2]
 
+    warnings = []
     config = tmp_path / "config"
     assert looked_in() == "default"
     document = yaml.safe_load(config.read_text())
@@ -99,6 +101,7 @@ def test_without_a_job_it_looks_where_kubectl_would(tmp_path, api, monkeypatch):
     config.write_text(yaml.safe_dump(document))
     assert looked_in() == "team"
     assert looked_in(namespace="mine") == "mine"
+    assert warnings == ["", "set launch.kubernetes.namespace: team in jobs", ""], "jobs go to default"
 
     from kubernetes import config as configuration  # reads KUBECONFIG when it is imported
 

@@ -426,9 +426,11 @@ class TestWritesToWeights:
         weights = [nn.Parameter(torch.ones(num)) for num in (8, 9)]
         watches = [WeightWatch(turns) for _ in weights]
 
-        found = []
-        for _ in range(7):
-            found.append(self.written(weights, watches, lambda: [w.data.mul_(-1) for w in weights]))
+        def write():
+            for weight in weights:
+                weight.data.mul_(-1)
+
+        found = [self.written(weights, watches, write) for _ in range(7)]
 
         of_small, of_large = zip(*found, strict=True)
         assert all(of_small[:5])
