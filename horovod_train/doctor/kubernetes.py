@@ -49,8 +49,8 @@ def examine_cluster(job: Job | None, settings: Kubernetes) -> Iterator[Finding]:
                 yield Finding(
                     "",
                     "namespace",
-                    f"kubectl's context has {cluster.namespace}, and jobs without launch.kubernetes.namespace "
-                    f"go to {settings.namespace}",
+                    f"kubectl's context has {cluster.namespace}, and jobs without "
+                    f"launch.kubernetes.namespace go to {settings.namespace}",
                     "warn",
                     f"set launch.kubernetes.namespace: {cluster.namespace} in jobs",
                 )

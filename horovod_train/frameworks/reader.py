@@ -232,6 +232,12 @@ class NumpyReader:
         with seeded_generators(self._seed):
             return read_batch(self._dataset, Fetch((0,), self._seed))
 
+    def batches_of(self, numbers: Sequence[int], parts: Sequence[slice]) -> list[object]:
+        """Return a batch of each part of some samples, which are read once."""
+        with seeded_generators(self._seed):
+            samples = read_samples(self._dataset, numbers)
+            return [collate_of(self._dataset)(samples[part]) for part in parts]
+
     def _make_pool(self, task: str | None) -> ProcessPoolExecutor:
         try:
             pickle.dumps(self._dataset)
@@ -270,9 +276,14 @@ def read_batch(dataset: Dataset, fetch: Fetch) -> Any:
     for part in fetch.parts():
         seed_numpy(part.seed)
         samples += read_samples(dataset, part.indices)
-    collate: Callable[[list[object]], object] = getattr(dataset, "collate", stack_samples)
     with refusing_draws() if fetch.seeds else nullcontext():
-        return collate(samples)
+        return collate_of(dataset)(samples)
+
+
+def collate_of(dataset: Dataset) -> Callable[[list[object]], object]:
+    """Return the function that joins samples of a dataset into a batch."""
+    collate: Callable[[list[object]], object] = getattr(dataset, "collate", stack_samples)
+    return collate
 
 
 @contextmanager

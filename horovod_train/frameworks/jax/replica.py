@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -23,8 +23,11 @@ from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutco
 from horovod_train.frameworks.jax.exchange import Exchange
 from horovod_train.frameworks.jax.optax import Tree, broadcast
 from horovod_train.frameworks.jax.task import JaxTask
+from horovod_train.frameworks.loss_comparison import LossComparison
 from horovod_train.frameworks.loss_scale import LossScale
+from horovod_train.frameworks.python_state import PythonState
 from horovod_train.frameworks.randomness import sample_seeds
+from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
 
 Out = TypeVar("Out")
@@ -45,6 +48,11 @@ class Keys:
         self.state, key = jax.random.split(self.state)
         return key
 
+    def some(self, seed: int, num_samples: int) -> jax.Array:
+        """Return keys for a batch that is not trained."""
+        del num_samples
+        return jax.random.PRNGKey(seed)
+
 
 class SampleKeys(Keys):
     """A key for each sample, which does not depend on ranks (``train.randomness: sample``)."""
@@ -58,6 +66,10 @@ class SampleKeys(Keys):
         seeds = sample_seeds(self._seed, epoch, range(micro_batch.start, micro_batch.stop))
         halves = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1)
         return jnp.asarray(halves.astype(np.uint32))
+
+    def some(self, seed: int, num_samples: int) -> jax.Array:
+        """Return keys for a batch that is not trained, equal for all of its samples."""
+        return jnp.broadcast_to(jax.random.PRNGKey(seed), (num_samples, 2))
 
 
 class JaxReplica(IdenticalReplica):
@@ -74,6 +86,10 @@ class JaxReplica(IdenticalReplica):
     Raises:
         UserError: The model has no parameters.
     """
+
+    python_state: PythonState
+    one_process: LossComparison | None = None
+    batch_norm = ""
 
     def __init__(
         self,
@@ -151,6 +167,17 @@ class JaxReplica(IdenticalReplica):
         loss = self._task.loss(params, batch, key)
         check_is_one_number(loss.shape)
         return loss.astype(jnp.float32).reshape(())
+
+    def losses_of(self, batches: Sequence[object]) -> tuple[list[float], bool]:
+        """Return the losses of some batches, and whether the last one depends on its random key."""
+        compute = jax.jit(self._loss)
+
+        def loss_of(batch: object, seed: int) -> float:
+            keys = self._keys.some(seed, batch_length(batch))
+            return float(self._call(compute, self.params, batch, keys))
+
+        losses = [loss_of(batch, 0) for batch in batches]
+        return losses, loss_of(batches[-1], 1) != losses[-1]
 
     def _add_gradients(
         self,

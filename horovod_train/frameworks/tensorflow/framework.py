@@ -18,6 +18,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.devices import own_gpu
+from horovod_train.frameworks.loss_comparison import LossComparison
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.python_state import state_of_task
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
@@ -78,6 +79,7 @@ class TensorflowFramework:
         )
         eval_reader = read(eval_data()) if eval_data else None
         replica.python_state = state_of_task(mesh, task, [train_reader, eval_reader])
+        replica.one_process = LossComparison(world, train_reader, replica, job)
         return replica, train_reader, eval_reader
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:

@@ -21,7 +21,9 @@ from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.loss_comparison import LossComparison
 from horovod_train.frameworks.loss_scale import LossScale
+from horovod_train.frameworks.python_state import PythonState
 from horovod_train.frameworks.task import check_is_one_number
 from horovod_train.frameworks.tensorflow.exchange import Exchange
 from horovod_train.frameworks.tensorflow.task import TensorflowTask
@@ -45,6 +47,9 @@ class TensorflowReplica(VariablesReplica):
     Raises:
         UserError: The model has no trainable variables.
     """
+
+    python_state: PythonState
+    one_process: LossComparison | None = None
 
     def __init__(
         self,
@@ -140,7 +145,40 @@ class TensorflowReplica(VariablesReplica):
             weighted = loss * share
             scaled = weighted * scale
         gradients = tape.gradient(scaled, self._tensors)
-        return [None if g is None else tf.convert_to_tensor(g) for g in gradients], tf.stop_gradient(weighted)
+        # Of a batch of any size, TensorFlow may not know the shape of a gradient (Dense of three dimensions).
+        return [
+            None if gradient is None else tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
+            for gradient, variable in zip(gradients, self._tensors, strict=True)
+        ], tf.stop_gradient(weighted)
+
+    @property
+    def batch_norm(self) -> str:
+        """Name of a layer that normalizes over the samples of a rank; empty: there is none."""
+        layers = (
+            each for each in all_layers(self.model) if isinstance(each, keras.layers.BatchNormalization)
+        )
+        return next((each.name for each in layers if each.trainable and not each.synchronized), "")
+
+    def losses_of(self, batches: Sequence[object]) -> tuple[list[float], bool]:
+        """Return the losses of some batches, and whether the last one is another one if computed again."""
+        compute = tf.function(lambda batch: tf.reshape(self.task.loss(self.model, batch, training=True), []))
+        of_task = [v for v in self.python_state.not_restored_values()[0] if isinstance(v, tf.Variable)]
+        state = [v for v in map(tf_variable, self.model.variables) if not v.trainable]
+        before = [(variable, variable.numpy()) for variable in (*state, *of_task)]
+
+        def restore() -> None:
+            for variable, value in before:
+                variable.assign(value)
+
+        losses = []
+        try:
+            for batch in batches:
+                restore()
+                losses.append(float(self._with_loss(compute, batch)))
+            again = float(self._with_loss(compute, batches[-1]))  # continues from what the last one has left
+        finally:
+            restore()
+        return losses, again != losses[-1]
 
     def _add_gradients(self, batch: object, share: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         gradients, loss = self._gradients(batch, share, scale)

@@ -421,6 +421,7 @@ def projected(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
     Elements are multiplied by random signs, and added up in as many groups as there are components ("count
     sketch"; Charikar, Chen and Farach-Colton, 2002). The projection is linear in the gradient.
     """
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
     flat = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
     flat = flat.reshape(-1)
     signs = _signs(flat.device)

@@ -77,7 +77,11 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.lost: set[str] = set()
         self.unknown: set[str] = set()
         self.dtypes: set[torch.dtype] = set()
-        self._whole = [(tensor, to_local(tensor.detach())) for tensor in watched if not tensor.is_meta]
+        self._whole = [
+            (tensor, to_local(tensor.detach()))
+            for tensor in watched
+            if not tensor.is_meta and tensor.layout == torch.strided  # others have no storage of their own
+        ]
         self._places: dict[int, list[torch.Tensor]] = {}
         for _, local in self._whole:
             self._places.setdefault(_storage(local), []).append(local)
@@ -97,6 +101,8 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
     def _remember(self, tensor: torch.Tensor) -> None:
+        if tensor.layout != torch.strided:
+            return
         storage = _storage(to_local(tensor.detach()))
         for local in self._places.get(storage, ()):
             if id(local) not in self._before:
@@ -106,7 +112,7 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @torch.no_grad()
     def change_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return by what a watched tensor was changed, of its local part; None: it was not written."""
-        if tensor.is_meta:
+        if tensor.is_meta or tensor.layout != torch.strided:
             return None
         mine = to_local(tensor.detach())
         for local, before in self._before.values():
