@@ -11,7 +11,7 @@ from support.torch_threads import on_torch_ranks, run_of
 from horovod_train.errors import UserError
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.torch.verify import one_process as module
-from horovod_train.frameworks.torch.verify.one_process import NUM_COMPONENTS, projected
+from horovod_train.frameworks.torch.verify.projections import NUM_COMPONENTS, projected
 from horovod_train.training.hooks.one_process import CompareWithOneProcess
 from horovod_train.training.loop import train
 

@@ -59,6 +59,7 @@ class Gathering:
         self._num_micro_batches = 1
         self._has_warned = False
         self._joined: list[torch.Tensor] = []
+        self.was_used = False
 
     def begin(self, step: PlannedStep) -> None:
         """Begin a step."""
@@ -110,6 +111,7 @@ class Gathering:
             return torch.view_as_complex(self.rows(torch.view_as_real(tensor.resolve_conj())))
         joined: torch.Tensor = _Gather.apply(tensor, self, self._is_counted)  # type: ignore[no-untyped-call]
         self._joined.append(joined)
+        self.was_used = True
         return joined
 
     def _check(self, tensor: torch.Tensor) -> None:

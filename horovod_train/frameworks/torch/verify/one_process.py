@@ -6,7 +6,8 @@ differs from its gradient if the loss is not a mean over samples: if it compares
 the replica makes two steps of the same few samples whose gradients are discarded:
 
     parts   half of the ranks have the first half of the samples, the others the second half; if all ranks
-            read the same samples, the halves are two micro-batches
+            read the same samples, the halves are two micro-batches; if passes contain collectives, two
+            steps, because ranks must take the same path through the model
     joint   each rank has all of them in one micro-batch
 
 All passes run as in training, except that random numbers are constants. After each step, weights, buffers,
@@ -17,11 +18,12 @@ Of a gradient, only a random projection is kept, whose length is that of the gra
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,11 +35,16 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch, StepShare
 from horovod_train.errors import UserError, result_of
-from horovod_train.frameworks.torch.comm.exchange import wide_type
 from horovod_train.frameworks.torch.comm.sync_batch_norm import SyncBatchNormMixin
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
 from horovod_train.frameworks.torch.step.gathering import active
+from horovod_train.frameworks.torch.verify.projections import (
+    NUM_COMPONENTS,
+    Gradient,
+    projected,
+    weighted_sum,
+)
 from horovod_train.frameworks.torch.verify.room import has_room_for_samples
 from horovod_train.frameworks.torch.verify.untouched import Untouched, same_modules
 from horovod_train.frameworks.torch.verify.verification import (
@@ -52,24 +59,6 @@ log = logging.getLogger(__name__)
 MAX_PER_PART = 4
 """Largest number of samples of a part."""
 CHANGE = "the change in forward of "
-NUM_COMPONENTS = 256
-"""Length of the projection of a gradient."""
-_CHUNK = 2**16
-"""Length of the sequence of signs, which is repeated; a multiple of ``NUM_COMPONENTS``."""
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """Loss and gradient of a step.
-
-    Attributes:
-        loss: Loss of the step.
-        projected: Of this rank's part of each gradient and of each written weight, its projection, shape
-            [``NUM_COMPONENTS``], and its sum of squares; by name.
-    """
-
-    loss: float
-    projected: Mapping[str, tuple[torch.Tensor, float]]
 
 
 @dataclass(frozen=True)
@@ -136,7 +125,7 @@ class OneProcess:
             self._ends(["a rank may not have memory for two samples"])
             return self._reason
         numbers = [number for part in parts for number in part[: self._per_part]]
-        batches, problem = result_of(partial(self._read, numbers))
+        batches, problem = result_of(lambda: copy.deepcopy(self._read(numbers)))  # each pass has a copy
         self._of_task, iterators = self._replica.python_state.not_restored_values()
         reasons = [f"{name} is an iterator" for name in iterators]
         if problem is not None:
@@ -185,6 +174,10 @@ class OneProcess:
         own = [rank % 2] if num_ranks > 1 else [0, 1]
 
         def parts(weight: float = 0.5) -> Gradient:
+            if self._takes_one_path():
+                whole = [MicroBatch(part * size, (part + 1) * size, 1 / num_ranks) for part in (0, 1)]
+                halves = [self._gradient([whole[part]], [batches[part]], alone) for part in (0, 1)]
+                return weighted_sum(halves, (weight, 1 - weight))
             shares = np.array([weight, 1 - weight])
             if num_ranks > 1:
                 shares *= (rank < 2 * per_part) / per_part
@@ -204,6 +197,14 @@ class OneProcess:
             self._ends([f"they are random{drawn}"])
             return None
         return self._explained(difference, of_parts, of_joint, parts, joint)
+
+    def _takes_one_path(self) -> bool:
+        """Return whether ranks must have the same samples, so that they take the same path."""
+        replica = self._replica
+        is_joined = replica.gathering.was_used or any(
+            isinstance(module, SyncBatchNormMixin) for module in replica.model.modules()
+        )
+        return replica.strategy.capabilities.collective_passes and self._data.size > 1 and not is_joined
 
     def _lost_writes(self) -> Finding | None:
         """Return what is wrong with forward passes that write weights which are gathered for each pass."""
@@ -331,7 +332,7 @@ class OneProcess:
         def compute_loss(batch: object) -> None:
             grad_mode = torch.set_grad_enabled(is_enabled)
             with self._traceless(), grad_mode, replica.autocast(), active(replica.gathering):
-                replica.task.loss(replica.forward_model, batch)
+                replica.task.loss(replica.forward_model, copy.deepcopy(batch))
 
         problem = next(filter(None, (result_of(partial(compute_loss, batch))[1] for batch in batches)), None)
         refused = [str(problem), problem.hint] if isinstance(problem, UserError) else None
@@ -348,7 +349,7 @@ class OneProcess:
         ``horovod_train.gather`` joins the rows of the ranks ``gathered``, which have the joint batch.
         """
         share = StepShare(0, 2 * self._per_part, tuple(micro_batches))
-        step = PlannedStep(share, iter(batches), is_last=True)
+        step = PlannedStep(share, iter(copy.deepcopy(batches)), is_last=True)
         replica = self._replica
         with self._traceless() as mode, gathered_from(replica, gathered):
             loss = float(replica.trial(step))
@@ -412,33 +413,6 @@ def gathered_from(replica: Any, ranks: range) -> Iterator[None]:
         yield
     finally:
         replica.gathering.of = None
-
-
-@torch.no_grad()
-def projected(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return a random projection of a gradient, shape [``NUM_COMPONENTS``], float64; and its sum of squares.
-
-    Elements are multiplied by random signs, and added up in as many groups as there are components ("count
-    sketch"; Charikar, Chen and Farach-Colton, 2002). The projection is linear in the gradient.
-    """
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    flat = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-    flat = flat.reshape(-1)
-    signs = _signs(flat.device)
-    sums = torch.zeros(NUM_COMPONENTS, dtype=torch.float64, device=flat.device)
-    square = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for chunk in torch.split(flat, _CHUNK):
-        wide = chunk.to(wide_type(chunk.dtype)).double()
-        square += wide.square().sum()
-        padded = torch.nn.functional.pad(wide * signs[: len(wide)], (0, -len(wide) % NUM_COMPONENTS))
-        sums += padded.view(-1, NUM_COMPONENTS).sum(0)
-    return sums.cpu(), float(square)
-
-
-@cache
-def _signs(device: torch.device) -> torch.Tensor:
-    generator = np.random.default_rng(0)
-    return torch.from_numpy(generator.integers(0, 2, _CHUNK) * 2.0 - 1).to(device)
 
 
 def _is_close(found: float, wanted: float, limit: float) -> bool:
