@@ -11,6 +11,7 @@ checkpoint cannot contain, such as an open file, the others may describe it.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.errors import describe_ranks, result_of
-from horovod_train.frameworks.fingerprint import fingerprint
+from horovod_train.frameworks.fingerprint import WHOLE_BYTES, fingerprint
 from horovod_train.frameworks.plain_data import decoded, encoded, is_generator, is_tensor, packed, unpacked
 from horovod_train.frameworks.python_values import (
     MAX_BYTES_OF_DATA,
@@ -30,6 +31,8 @@ from horovod_train.frameworks.python_values import (
     Path,
     Root,
     Walk,
+    attributes_of,
+    cells_of,
     code_of,
     packages_of,
     size_of,
@@ -73,7 +76,7 @@ class PythonState:
         # Values stay in memory: a mark may contain an address, which another value must not get.
         self._before = self._walk()
         self._initial = {
-            place: encoded(member.value)
+            place: copy.deepcopy(encoded(member.value))  # an encoded array is the array itself
             for place, member in _members(self._before)
             if member.kind == "plain" and size_of(member.value) <= MAX_INITIAL_BYTES
         }
@@ -226,7 +229,7 @@ class PythonState:
             for path in walk.objects
         ]
         contents = {
-            place: encoded(member.value)
+            place: copy.deepcopy(encoded(member.value))
             for place, member in _members(before)
             if member.kind in ("plain", "own")
             and type(member.value) not in IMMUTABLE
@@ -243,8 +246,10 @@ class PythonState:
             for place, member in _members(before):
                 root_id, path, key = place
                 now = after[root_id].objects.get(path, {}).get(key)
-                if now is None or now.mark == member.mark or is_tensor(member.value):
+                if now is None or is_tensor(member.value):
                     continue
+                if now.mark == member.mark and size_of(member.value) <= WHOLE_BYTES:
+                    continue  # the mark of a larger one contains only a part of it
                 if place in contents:
                     self._restore(after, place, contents[place], member.kind, is_new=False)
                 else:
@@ -295,20 +300,25 @@ def _current(target: Any) -> Iterator[tuple[str | int, Any]]:
     elif isinstance(target, dict):
         yield from target.items()
     else:
-        yield from ((key, value) for key, value in list(vars(target).items()) if not key.startswith("__"))
+        yield from ((key, value) for key, value in attributes_of(target) if not key.startswith("__"))
         for name in ("_buffers", "_modules"):
-            yield from dict(vars(target).get(name) or {}).items()
+            yield from dict(getattr(target, "__dict__", {}).get(name) or {}).items()
 
 
 def _set(target: Any, key: Any, value: object) -> None:
     if isinstance(target, dict | list):
         target[key] = value
+    elif key in (cells := cells_of(target)):
+        cells[key].cell_contents = value
     else:
         setattr(target, key, value)
 
 
 def _at(target: Any, step: Any) -> Any:
-    return target[step] if isinstance(target, dict | list | tuple) else getattr(target, step)
+    if isinstance(target, dict | list | tuple):
+        return target[step]
+    cells = cells_of(target)
+    return cells[step].cell_contents if step in cells else getattr(target, step)
 
 
 def _members(walks: Mapping[str, Walk]) -> Iterator[tuple[Place, Member]]:

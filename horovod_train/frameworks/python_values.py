@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -141,7 +141,7 @@ class Walk:
             for place, value in enumerate(target):
                 yield place, value, f"{name}[{place}]"
         else:
-            for key, value in list(vars(target).items()):
+            for key, value in attributes_of(target):
                 if key not in self._root.ignored and not key.startswith("__"):
                     yield key, value, f"{name}.{key}"
         if _is_module(target):
@@ -161,12 +161,13 @@ class Walk:
             return Member(name, value, "plain", fingerprint(value, by_identity=True), is_shared)
         if is_library and not _is_module(value):
             return None
-        if not isinstance(self._root.target, type | ModuleType):
-            if _saves_itself(value) and not (_is_module(value) and self._root.is_trained):
-                return self._own_state(value, name)
-            if self._is_walkable(value):
-                length = len(value) if type(value) in (list, tuple, dict) else 0
-                return Member(name, value, "object", f"{id(value)} {length}")
+        is_code = isinstance(self._root.target, type | ModuleType)
+        if not is_code and _saves_itself(value) and not (_is_module(value) and self._root.is_trained):
+            return self._own_state(value, name)
+        # Of modules and classes, only functions with attributes are examined.
+        if self._is_walkable(value) and (not is_code or (isinstance(value, FunctionType) and vars(value))):
+            length = len(value) if type(value) in (list, tuple, dict) else 0
+            return Member(name, value, "object", f"{id(value)} {length}")
         return Member(name, value, "opaque", str(id(value)))
 
     def _own_state(self, value: Any, name: str) -> Member | None:
@@ -183,8 +184,11 @@ class Walk:
             return False
         if type(value) in (list, tuple, dict):
             return len(value) <= MAX_LENGTH
-        has_attributes = type(value).__dictoffset__ != 0
-        return _is_module(value) or (has_attributes and not self._is_library(type(value)))
+        if isinstance(value, FunctionType):
+            package = value.__module__.partition(".")[0] if value.__module__ else ""
+            return package in self._own and bool(vars(value) or value.__closure__)
+        has_attributes = type(value).__dictoffset__ != 0 or slots_of(type(value))
+        return _is_module(value) or (bool(has_attributes) and not self._is_library(type(value)))
 
     def _is_library(self, kind: type) -> bool:
         package = kind.__module__.partition(".")[0]
@@ -192,6 +196,32 @@ class Walk:
             return False
         file = getattr(sys.modules.get(package), "__file__", None)
         return package in ALWAYS_LIBRARIES or file is None or file.startswith(LIBRARY_FOLDERS)
+
+
+def attributes_of(target: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of an object, also those in slots, and variables that a function has captured."""
+    found = dict(getattr(target, "__dict__", {}))
+    found |= {name: getattr(target, name) for name in slots_of(type(target)) if hasattr(target, name)}
+    for name, cell in cells_of(target).items():
+        value, problem = result_of(partial(getattr, cell, "cell_contents"))
+        if problem is None:  # otherwise, the variable has no value yet
+            found[str(name)] = value
+    return list(found.items())
+
+
+def slots_of(kind: type) -> list[str]:
+    """Return the names of the slots of a class."""
+    listed = (vars(each).get("__slots__", ()) for each in kind.__mro__)
+    names = (name for slots in listed for name in ([slots] if isinstance(slots, str) else slots))
+    return [name for name in names if not name.startswith("__")]
+
+
+def cells_of(target: object) -> dict[str | int, CellType]:
+    """Return the captured variables of a function, by name in parentheses; empty: it is another object."""
+    if not isinstance(target, FunctionType) or target.__closure__ is None:
+        return {}
+    names = (f"({name})" for name in target.__code__.co_freevars)
+    return dict(zip(names, target.__closure__, strict=True))
 
 
 def code_of(roots: Sequence[Root]) -> list[Root]:

@@ -128,6 +128,8 @@ class SharedState:
                 is_own = getattr(type(value), "__module__", "") == module.__name__
                 if not name.startswith("__") and (isinstance(value, DATA) or is_own):
                     yield f"{module.__name__}.{name}", python_state(value)
+                if isinstance(value, FunctionType) and vars(value):
+                    yield f"{module.__name__}.{name}", python_state(vars(value))
 
 
 def _is_of_a_library(module: str) -> bool:

@@ -18,6 +18,10 @@ from horovod_train.frameworks.torch.step.gradient_hooks import hooks_of
 
 UNDECLARED = {"running_mean", "running_var"}
 """Arguments that operations write although their schemas do not say so: those of batch normalization."""
+OF_STRATEGIES = {"fsdp", "c10d", "_c10d_functional"}
+"""Namespaces of operations with which strategies write buffers of their own."""
+MAX_OTHERS_BYTES = 2**30
+"""Largest size of tensors of the task that are copied before a pass changes them."""
 FRACTION = 0.37
 """The number that a uniform distribution over [0, 1) draws."""
 DEVIATIONS = 0.7
@@ -86,6 +90,9 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for _, local in self._whole:
             self._places.setdefault(_storage(local), []).append(local)
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: set[int] = set()  # storages that operations have made
+        self._others: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._others_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -93,21 +100,40 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Copy what an operation changes; replace random numbers by constants."""
         named = dict(kwargs or {})
         for tensor in _written(func, args, named):
-            self._remember(tensor)
+            self._remember(tensor, is_of_strategy=func.namespace in OF_STRATEGIES)
         floats = (each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point())
         self.dtypes.update(floats)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return self._constant(func, args, named)
-        return func(*args, **named)
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        result = self._constant(func, args, named) if is_drawn else func(*args, **named)
+        before = {_storage(each) for each in _tensors((*args, *named.values()))}
+        self._made |= {_storage(each) for each in _tensors((result,))} - before
+        return result
 
-    def _remember(self, tensor: torch.Tensor) -> None:
-        if tensor.layout != torch.strided:
+    def _remember(self, tensor: torch.Tensor, *, is_of_strategy: bool) -> None:
+        if tensor.layout != torch.strided or tensor.is_meta:
             return
         storage = _storage(to_local(tensor.detach()))
         for local in self._places.get(storage, ()):
             if id(local) not in self._before:
                 self._before[id(local)] = local, local.clone()
+        is_in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001  (no public API)
+        if not (storage in self._places or storage in self._made or is_in_backward or is_of_strategy):
+            self._remember_other(storage, to_local(tensor.detach()))
         self.lost.update(name for name, each in self._transient.items() if _storage(each.detach()) == storage)
+
+    def _remember_other(self, storage: int, local: torch.Tensor) -> None:
+        """Copy the storage of a tensor that was there before, such as a teacher's weight in the task.
+
+        Raises:
+            MemoryError: Such tensors are too large.
+        """
+        whole = torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
+        if storage in self._others or not whole.numel():
+            return
+        self._others_bytes += whole.numel()
+        if self._others_bytes > MAX_OTHERS_BYTES:
+            raise MemoryError("the loss changes too large tensors, such as weights of another model")
+        self._others[storage] = whole, whole.clone()
 
     @torch.no_grad()
     def change_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -129,7 +155,11 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for local, before in self._before.values():
             if local.untyped_storage().size():  # a strategy that gathers weights may have released them
                 local.copy_(before)
+        for whole, before in self._others.values():
+            if whole.untyped_storage().size():
+                whole.copy_(before)
         self._before.clear()
+        self._others.clear()
 
     def _constant(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         arguments = Arguments.of(func, args, named)
@@ -149,6 +179,14 @@ def name_of(func: Any) -> str:
 
 def _storage(local: torch.Tensor) -> int:
     return int(local.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the local tensors that have memory, among values and in lists of them."""
+    for value in values:
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, torch.Tensor) and each.layout == torch.strided and not each.is_meta:
+                yield to_local(each)
 
 
 def _written(func: Any, args: Sequence[object], named: Mapping[str, object]) -> Iterator[torch.Tensor]:
