@@ -8,8 +8,11 @@ from itertools import chain
 import numpy as np
 import pytest
 from language import EPOCHS, NUM_SAMPLES, step_by_step
+from safetensors.numpy import load_file
 from support.joint import largest_difference
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, results
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, results, write_job
+
+from horovod_train.checkpoint.store import list_checkpoints
 
 RANKS = 2
 WAYS = {"plain": 1, "accumulation": 2}
@@ -93,3 +96,27 @@ def test_a_checkpoint_of_trainer_resumes_in_mid_epoch(ranks):
         assert rank["resumed"]["steps"] == rank["plain"]["steps"]
         assert len(rank["resumed"]["seen"]) < len(rank["plain"]["seen"])
         assert rank["resumed"]["weights"] == rank["plain"]["weights"]
+
+
+@pytest.mark.parametrize("kind", ["sequences", pytest.param("tokens", marks=pytest.mark.campaign)])
+def test_a_model_that_ignores_the_number_of_items_trains_what_one_process_trains(tmp_path, kind):
+    """BERT accepts ``num_items_in_batch``, and returns a mean over the labels of its batch."""
+
+    def trained(num_ranks, batch_size, accumulation):
+        job = write_job(
+            tmp_path / f"{num_ranks}.yaml",
+            framework="transformers",
+            task=f"{PROGRAMS / 'bert.py'}:Bert",
+            task_args={"kind": kind},
+            run_dir=str(tmp_path / f"runs-{num_ranks}"),
+            train={"epochs": 2, "batch_size_per_rank": batch_size, "accumulation_steps": accumulation},
+            lr={"base_lr": 0.1, "scaling": "none"},
+            launch={"num_ranks": num_ranks, "threads_per_rank": 1},
+        )
+        cli("run", str(job), cwd=tmp_path)
+        path = list_checkpoints(tmp_path / f"runs-{num_ranks}" / "test" / "checkpoints")[0].path
+        return dict(sorted(load_file(path / "model.safetensors").items()))
+
+    alone, together = trained(1, 8, 1), trained(2, 2, 2)
+
+    assert largest_difference(together.values(), alone.values()) <= 1e-6

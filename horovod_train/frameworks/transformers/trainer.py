@@ -50,6 +50,7 @@ from horovod_train.frameworks.torch.step.gradient_hooks import (
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.transformers.batches import ShardedBatches
+from horovod_train.frameworks.transformers.items import divides_by_items
 
 Inputs = dict[str, torch.Tensor]
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
@@ -99,6 +100,7 @@ class HorovodTrainerMixin:
     train_dataset: Dataset
     data_collator: DataCollator
     compute_metrics: ComputeMetrics | None
+    compute_loss_func: Callable[..., Any] | None
 
     def __init__(
         self,
@@ -116,6 +118,7 @@ class HorovodTrainerMixin:
         )
         self.gradients: Strategy | None = None
         self._hooks: GradientHooks | None = None
+        self._divides_by_items: bool | None = None  # None: not known yet
         self._are_counted: list[bool] = []  # of the remaining micro-batches of the current step
         self.local_loss = torch.zeros(())
         self._weights: (
@@ -170,12 +173,21 @@ class HorovodTrainerMixin:
         numbers[1] = mine
         self._are_counted = [length > 0 for length in lengths]
         total, items = self._sum_over_ranks(numbers)
-        if has_items:
+        if has_items and self._divides_by_items is None:
+            self._divides_by_items = divides_by_items(self, samples[0])
+        if has_items and self._divides_by_items is not False:
             # The model divides by the number of items in the whole step.
             self._weights = [float(length > 0) for length in lengths]
             return samples, items.float()
-        # Means over micro-batches are weighted by samples; Trainer divides by the number of micro-batches.
-        self._weights = [length / total * len(samples) for length in lengths]
+        # Means over micro-batches are weighted, by items if there are labels, otherwise by samples. Trainer
+        # then divides by the number of micro-batches, unless there is a compute_loss_func.
+        factor = len(samples) if self.compute_loss_func is None else 1
+        parts = (
+            [self._get_num_items_in_batch([batch], device) / items for batch in samples]  # type: ignore[attr-defined]
+            if has_items
+            else [length / total for length in lengths]
+        )
+        self._weights = [part * factor * (length > 0) for part, length in zip(parts, lengths, strict=True)]
         return samples, None
 
     def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
