@@ -252,6 +252,11 @@ class Bridge(Protocol):
         ...
 
     @property
+    def num_epochs(self) -> int:
+        """Epochs of the whole job, the last of which may be incomplete."""
+        ...
+
+    @property
     def is_epoch_complete(self) -> bool:
         """Whether every sample of the current epoch was used."""
         ...

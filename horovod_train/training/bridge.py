@@ -36,6 +36,11 @@ class LoopBridge:
         return self.run.progress.epoch
 
     @property
+    def num_epochs(self) -> int:
+        """Epochs of the whole job, the last of which may be incomplete."""
+        return self.run.num_epochs
+
+    @property
     def is_epoch_complete(self) -> bool:
         """Whether every sample of the current epoch was used."""
         return self.run.is_epoch_complete

@@ -7,8 +7,9 @@ import subprocess
 import numpy as np
 import pytest
 from frameworks.cases import CASES, EPOCHS
-from support.joint import train_jointly
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, write_job
+from safetensors.numpy import load_file
+from support.joint import largest_difference, train_jointly
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
 from support.pools import CONTROLLERS
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
@@ -95,3 +96,31 @@ def test_a_saved_model_loads_where_this_product_is_not_installed(framework, pool
     )
 
     assert loaded.returncode == 0, loaded.stderr[-3000:]
+
+
+def test_averages_of_the_optimizer_replace_the_weights_once_at_the_end(tmp_path):
+    """A job calls ``fit`` in each epoch, and Keras replaces them at the end of each ``fit``."""
+    program = PROGRAMS / "keras_averaged.py"
+    subprocess.run(
+        [BIN / "python", program, tmp_path / "plain.npz"], env=environment(), check=True, timeout=TIMEOUT_S
+    )
+    job = write_job(
+        tmp_path / "job.yaml",
+        framework="keras",
+        task=f"{program}:Averaged",
+        run_dir=str(tmp_path / "runs"),
+        train={"epochs": 3, "batch_size_per_rank": 2},
+        optimizer={"args": {"use_ema": True, "ema_momentum": 0.8}},
+        data={"shuffle": False},
+        lr={"base_lr": 0.1, "scaling": "none"},
+        launch={"num_ranks": 2, "threads_per_rank": 1},
+    )
+    cli("run", str(job), cwd=tmp_path)
+    path = list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")[0].path
+    with np.load(tmp_path / "plain.npz") as found:
+        expected = [found[name] for name in found.files]
+    weights = {
+        name.rpartition("/")[2]: value for name, value in load_file(path / "model.safetensors").items()
+    }
+
+    assert largest_difference([weights["kernel"], weights["bias"]], expected) <= 1e-6

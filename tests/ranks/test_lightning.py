@@ -10,7 +10,7 @@ import pytest
 from frameworks.cases import Case
 from frameworks.net import BATCH_SIZE
 from support.joint import largest_difference, train_jointly
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, results
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, results, write_job
 
 RANKS, NUM_SAMPLES, EPOCHS = 2, 48, 3
 PLAIN = Case("plain", num_samples=NUM_SAMPLES)
@@ -89,3 +89,30 @@ def test_a_scaled_rate_is_right_again_when_one_process_resumes(ranks, folder):
     subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=TIMEOUT_S)
 
     assert results(folder)[0]["resumed"]["lr"] == pytest.approx(0.01)
+
+
+def job_of(folder, kind):
+    return write_job(
+        folder / f"{kind}.yaml",
+        framework="lightning",
+        task=f"{PROGRAMS / 'lightning_late.py'}:Late",
+        task_args={"kind": kind},
+        run_dir=str(folder / "runs"),
+        train={"epochs": 2, "batch_size_per_rank": 8},
+        lr={"scaling": "none"},
+        launch={"num_ranks": 2, "threads_per_rank": 1},
+    )
+
+
+def test_a_module_of_a_job_reads_how_long_it_trains(tmp_path):
+    output = cli("run", str(job_of(tmp_path, "plain")), cwd=tmp_path).stdout
+
+    assert "epoch 1 of 2" in output
+    assert "checkpoints do not contain" not in output, "Lightning's attributes are no state of the user"
+
+
+def test_layers_that_are_made_after_the_optimizer_are_refused(tmp_path):
+    done = cli("run", str(job_of(tmp_path, "late")), cwd=tmp_path, check=False)
+
+    assert done.returncode == 2
+    assert "head.weight was made after the optimizer" in done.stdout + done.stderr

@@ -102,12 +102,15 @@ class KerasFramework:
 
     def fit(self, bridge: Bridge) -> None:
         """Train to the end of the job, with one call of ``model.fit`` per epoch."""
-        own = [_OneTraining(callback) for callback in self._callbacks]
+        own = [_OneTraining(callback, bridge.num_epochs) for callback in self._callbacks]
         state = Attributes(self._callbacks)
         rate = GuardedLearningRate(self._read_rate, self._write_rate)
         accumulation_steps = self._job.train.accumulation_steps
         bytes_per_step = self._exchange.bytes_on_wire([v.value for v in self.model.trainable_variables])
         bridge.begin()
+        is_trained, finalize = not bridge.is_done, self.model.optimizer.finalize_variable_values
+        # Keras calls it at the end of each fit: averages (use_ema) would replace the weights in each epoch.
+        self.model.optimizer.finalize_variable_values = lambda _: None
         while not bridge.is_done:
             steps = bridge.rest_of_epoch()
             if steps:
@@ -139,6 +142,8 @@ class KerasFramework:
             bridge.before_on_train_end()
         for callback in own:
             callback.end()
+        if is_trained:
+            finalize(self.model.trainable_weights)
         bridge.end()
 
     def _read_rate(self) -> list[float]:
@@ -310,9 +315,9 @@ class _LossOfStep:
 class _OneTraining(keras.callbacks.Callback):
     """Wrapper of a user's callback, which calls its ``on_train_begin`` and ``on_train_end`` once per run."""
 
-    def __init__(self, inner: keras.callbacks.Callback) -> None:
+    def __init__(self, inner: keras.callbacks.Callback, num_epochs: int) -> None:
         super().__init__()
-        self._inner = inner
+        self._inner, self._num_epochs = inner, num_epochs
         self._has_begun = False
         for name in dir(keras.callbacks.Callback):
             if name.startswith("on_") and name not in {"on_train_begin", "on_train_end"}:
@@ -323,10 +328,10 @@ class _OneTraining(keras.callbacks.Callback):
         super().set_model(model)
         self._inner.set_model(model)
 
-    def set_params(self, params: object) -> None:
-        """Pass the parameters to the callback."""
-        super().set_params(params)
-        self._inner.set_params(params)
+    def set_params(self, params: Mapping[str, object]) -> None:
+        """Pass the parameters to the callback, with the epochs of the whole job."""
+        super().set_params({**params, "epochs": self._num_epochs})
+        self._inner.set_params({**params, "epochs": self._num_epochs})
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Call ``on_train_begin`` of the callback, in the first call only."""

@@ -102,12 +102,13 @@ class LightningFramework(TorchBased):
         )
         self._replica.evaluate_now = self._evaluate
         self._replica.callbacks = CallbackState(world)
-        ignored = frozenset(vars(lightning.LightningModule()))
+        # Lightning makes the attributes of hyperparameters later.
+        ignored = {*vars(lightning.LightningModule()), "_hparams", "_hparams_initial", "_hparams_name"}
         self._replica.python_state = state_of_task(
             mesh,
             self._task,
             [self._train_reader, self._eval_reader],
-            Root("module", module, ignored, is_trained=True),
+            Root("module", module, frozenset(ignored), is_trained=True),
         )
         return self._replica, self._train_reader, self._eval_reader
 
@@ -122,7 +123,7 @@ class LightningFramework(TorchBased):
             ends = _StepReporter(timer, self._callbacks, self._replica.callbacks)
             trainer = self._trainer(
                 strategy=strategy,
-                max_epochs=-1,
+                max_epochs=bridge.num_epochs,
                 accumulate_grad_batches=self._job.train.accumulation_steps,
                 gradient_clip_val=self._job.train.clip_grad_norm,
                 reload_dataloaders_every_n_epochs=1,
@@ -248,12 +249,25 @@ class _StepTimer(lightning.Callback):
         self._lr = 0.0
         self._has_others = has_others
         self._rates = GroupRates(replica.optimizer)
+        self._known = {id(parameter) for parameter in replica.model.parameters()}
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._clock = self._replica.new_clock()
         self._local_loss: torch.Tensor | float = 0.0
         self._norm: torch.Tensor | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        """Refuse parameters that were made after the optimizer, which would not be trained.
+
+        Raises:
+            UserError: There are such parameters.
+        """
+        if new := [name for name, each in module.named_parameters() if id(each) not in self._known]:
+            raise UserError(
+                f"{new[0]} was made after the optimizer, in configure_model() or setup(), and is not trained",
+                hint="make layers in __init__() of the module, or in the task's model()",
+            )
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Enable validation after the epoch, if an evaluation is due."""
