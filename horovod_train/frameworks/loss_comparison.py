@@ -44,11 +44,11 @@ class ComputesLosses(Protocol):
         """Name of a layer that normalizes over the samples of a rank; empty: none is known."""
         ...
 
-    def losses_of(self, batches: Sequence[object]) -> tuple[Sequence[float], bool]:
+    def losses_of(self, batches: Sequence[object]) -> tuple[Sequence[float], str]:
         """Return the losses of some batches, in training, without a trace.
 
-        Also return whether the last one differs if it is computed again: it depends on random numbers or on
-        state.
+        Also return why they cannot be compared: the last one differs if it is computed again, for example;
+        empty: they can.
         """
         ...
 
@@ -88,10 +88,11 @@ class LossComparison:
         if why := next(filter(None, problems), ""):
             return self._ends(f"losses are not compared with those of one process: {why[:300]}")
         assert found is not None
-        (first, second, joint), is_random = found
-        if any(allgather_json(self._world, is_random)):
-            self._reason = "losses are not compared with those of one process: they are random"
+        losses, why_not = found
+        if why := next(filter(None, allgather_json(self._world, why_not)), ""):
+            self._reason = f"losses are not compared with those of one process: {why}"
             return self._reason
+        first, second, joint = losses
         if not all(map(math.isfinite, (first, second, joint))):
             return ""
         if abs(joint - (first + second) / 2) <= self._limit * max(abs(first), abs(second), abs(joint), 1e-3):
@@ -102,7 +103,7 @@ class LossComparison:
             f"{explanation(first, second, joint, self._replica.batch_norm)}"
         )
 
-    def _losses(self, numbers: Sequence[int]) -> tuple[Sequence[float], bool]:
+    def _losses(self, numbers: Sequence[int]) -> tuple[Sequence[float], str]:
         half = len(numbers) // 2
         batches = self._reader.batches_of(numbers, [slice(None, half), slice(half, None), slice(None)])
         with self._replica.python_state.restored():

@@ -29,7 +29,9 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch, _):
         x, y = batch
-        return ((self.head(torch.tanh(self.body(x)))[:, 0] - y) ** 2).mean()
+        errors = (self.head(torch.tanh(self.body(x)))[:, 0] - y) ** 2
+        self.log("loss", errors.mean())
+        return errors.sum() if self.kind == "sum" else errors.mean()
 
     def on_train_epoch_start(self):
         print(f"epoch {self.current_epoch} of {self.trainer.max_epochs}", flush=True)

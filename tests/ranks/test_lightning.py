@@ -111,6 +111,13 @@ def test_a_module_of_a_job_reads_how_long_it_trains(tmp_path):
     assert "checkpoints do not contain" not in output, "Lightning's attributes are no state of the user"
 
 
+@pytest.mark.parametrize("kind", ["sum", pytest.param("plain", marks=pytest.mark.campaign)])
+def test_a_loss_that_is_not_a_mean_over_samples_is_told(tmp_path, kind):
+    output = " ".join(cli("run", str(job_of(tmp_path, kind)), cwd=tmp_path).stdout.split())
+
+    assert ("It is not a mean over samples" in output) == (kind == "sum")
+
+
 def test_layers_that_are_made_after_the_optimizer_are_refused(tmp_path):
     done = cli("run", str(job_of(tmp_path, "late")), cwd=tmp_path, check=False)
 

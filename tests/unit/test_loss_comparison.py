@@ -27,7 +27,7 @@ class Replica:
         self.python_state = SimpleNamespace(restored=nullcontext)
 
     def losses_of(self, batches):
-        return [self.loss(batch) for batch in batches], self.is_random
+        return [self.loss(batch) for batch in batches], "they are random" if self.is_random else ""
 
 
 def compared(replica, batch_size=8, precision="fp32"):

@@ -27,8 +27,10 @@ from horovod_train.frameworks.lightning.callbacks import (
     report_not_called,
     state_of,
 )
+from horovod_train.frameworks.lightning.losses import ModuleLosses
 from horovod_train.frameworks.lightning.strategy import HorovodStrategy
 from horovod_train.frameworks.lightning.task import OPTIONAL, REQUIRED, LightningTask
+from horovod_train.frameworks.loss_comparison import LossComparison
 from horovod_train.frameworks.python_state import state_of_task
 from horovod_train.frameworks.python_values import Root
 from horovod_train.frameworks.reader import start_loader_server
@@ -110,6 +112,8 @@ class LightningFramework(TorchBased):
             [self._train_reader, self._eval_reader],
             Root("module", module, frozenset(ignored), is_trained=True),
         )
+        losses = ModuleLosses(module, self._replica.python_state)
+        self._replica.one_process = LossComparison(world, self._train_reader, losses, job)
         return self._replica, self._train_reader, self._eval_reader
 
     def fit(self, bridge: Bridge) -> None:

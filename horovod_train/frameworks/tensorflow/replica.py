@@ -159,7 +159,7 @@ class TensorflowReplica(VariablesReplica):
         )
         return next((each.name for each in layers if each.trainable and not each.synchronized), "")
 
-    def losses_of(self, batches: Sequence[object]) -> tuple[list[float], bool]:
+    def losses_of(self, batches: Sequence[object]) -> tuple[list[float], str]:
         """Return the losses of some batches, and whether the last one is another one if computed again."""
         compute = tf.function(lambda batch: tf.reshape(self.task.loss(self.model, batch, training=True), []))
         of_task = [v for v in self.python_state.not_restored_values()[0] if isinstance(v, tf.Variable)]
@@ -178,7 +178,7 @@ class TensorflowReplica(VariablesReplica):
             again = float(self._with_loss(compute, batches[-1]))  # continues from what the last one has left
         finally:
             restore()
-        return losses, again != losses[-1]
+        return losses, "" if again == losses[-1] else "they are random, or depend on state"
 
     def _add_gradients(self, batch: object, share: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         gradients, loss = self._gradients(batch, share, scale)
