@@ -261,6 +261,10 @@ class Bridge(Protocol):
         """Whether every sample of the current epoch was used."""
         ...
 
+    def report_incomplete_epoch(self) -> None:
+        """Log that the job ends, because the framework has left an epoch early."""
+        ...
+
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""

@@ -20,8 +20,6 @@ from horovod_train.frameworks.python_state import PythonState
 
 log = logging.getLogger(__name__)
 
-MAX_PER_PART = 4
-"""Largest number of samples of a half."""
 LIMITS = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 3e-2}
 """Largest relative difference that is attributed to rounding, by precision of the job."""
 
@@ -73,14 +71,14 @@ class LossComparison:
 
         Args:
             step: Number of the step.
-            parts: Numbers of the samples of two ranks in that step.
+            parts: Numbers of samples of that step, in two parts.
 
         Returns:
             What differs, or why nothing is compared; None: the losses are equal; empty: they are not finite.
         """
         if self._reason is not None:
             return self._reason
-        size = min(MAX_PER_PART, max(1, self._batch_size // 2), *map(len, parts))
+        size = min(max(1, self._batch_size // 2), *map(len, parts))
         numbers = [number for part in parts for number in part[:size]]
         found, problem = result_of(partial(self._losses, numbers))
         why_not = "" if problem is None else f"{type(problem).__name__}: {problem}"
@@ -105,8 +103,8 @@ class LossComparison:
 
     def _losses(self, numbers: Sequence[int]) -> tuple[Sequence[float], str]:
         half = len(numbers) // 2
-        batches = self._reader.batches_of(numbers, [slice(None, half), slice(half, None), slice(None)])
-        with self._replica.python_state.restored():
+        with self._replica.python_state.restored(with_data=True):
+            batches = self._reader.batches_of(numbers, [slice(None, half), slice(half, None), slice(None)])
             return self._replica.losses_of(batches)
 
     def _ends(self, text: str) -> str:

@@ -216,13 +216,16 @@ class PythonState:
         return tensors, [each.name for each in members if _is_iterator(each)]
 
     @contextmanager
-    def restored(self) -> Iterator[list[str]]:
+    def restored(self, *, with_data: bool = False) -> Iterator[list[str]]:
         """Restore the state in Python of task and models after the block, but not the contents of tensors.
+
+        Args:
+            with_data: Also restore that of data sets, which changes when they are read.
 
         Yields:
             A list that has, after the block, the names of values that were changed and cannot be restored.
         """
-        before = self._walk_of_code()
+        before = self._walk_of_code(with_data=with_data)
         attributes = [
             _Attributes(self._target(root_id, path))
             for root_id, walk in before.items()
@@ -242,7 +245,7 @@ class PythonState:
         finally:
             for each in attributes:
                 each.restore()
-            after = self._walk_of_code()
+            after = self._walk_of_code(with_data=with_data)
             for place, member in _members(before):
                 root_id, path, key = place
                 now = after[root_id].objects.get(path, {}).get(key)
@@ -255,10 +258,11 @@ class PythonState:
                 else:
                     lost.append(member.name)
 
-    def _walk_of_code(self) -> dict[str, Walk]:
-        """Walk over the task and the models; data sets change when they are read."""
+    def _walk_of_code(self, *, with_data: bool = False) -> dict[str, Walk]:
+        """Walk over the task and the models, and over data sets, which change when they are read."""
         seen: set[int] = set()
-        return {root.id: Walk(root, seen, self._packages) for root in self._roots if root.is_reported}
+        roots = (root for root in self._roots if root.is_reported or with_data)
+        return {root.id: Walk(root, seen, self._packages) for root in roots}
 
     def _target(self, root_id: str, path: Path) -> Any:
         target: Any = next(root.target for root in self._roots if root.id == root_id)

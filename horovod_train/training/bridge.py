@@ -86,6 +86,18 @@ class LoopBridge:
         """Save a checkpoint, if due. Call it after end-of-epoch callbacks; raises as ``after_step``."""
         self._follow(loop.after_epoch(self.run, evaluated=self._evaluated))
 
+    def report_incomplete_epoch(self) -> None:
+        """Log that the job ends, because the framework has left an epoch early."""
+        run = self.run
+        if run.world.rank == 0 and not run.is_done:
+            log.warning(
+                "training ends in epoch %d after %d of %d samples: a hook or callback has ended the epoch, "
+                "and a job reads each of its samples",
+                run.progress.epoch + 1,
+                run.progress.cursor,
+                run.progress.order.num_samples,
+            )
+
     def before_on_train_end(self) -> None:
         """Store a digest of the weights before end-of-training callbacks, which may change them."""
         self._last_weights = self._weights()

@@ -46,7 +46,7 @@ def own_callbacks(task: object, module: lightning.LightningModule) -> list[light
 
 
 def report_not_called(module: lightning.LightningModule, world: Communicator) -> None:
-    """Log the methods of a module that a job does not call, on rank 0."""
+    """Log the methods of a module that a job does not call, or calls without gradients, on rank 0."""
     found = [
         f"{name}() ({instead})"
         for name, instead in NOT_CALLED.items()
@@ -54,6 +54,13 @@ def report_not_called(module: lightning.LightningModule, world: Communicator) ->
     ]
     if found and world.rank == 0:
         log.warning("methods of %s that a job does not call: %s", type(module).__name__, "; ".join(found))
+    name = "on_after_backward"
+    if getattr(type(module), name) is not getattr(lightning.LightningModule, name) and world.rank == 0:
+        log.warning(
+            "%s.on_after_backward() sees no gradients, because ranks add them up later: use "
+            "on_before_optimizer_step()",
+            type(module).__name__,
+        )
 
 
 def state_of(trainer: lightning.Trainer, callbacks: Iterable[lightning.Callback]) -> dict[str, Any]:

@@ -359,6 +359,7 @@ class _StepTimer(lightning.Callback):
             self._bridge.after_epoch()
             trainer.should_stop = trainer.should_stop or self._bridge.is_done
         else:
+            self._bridge.report_incomplete_epoch()
             trainer.should_stop = True
 
 

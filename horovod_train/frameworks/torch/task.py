@@ -77,7 +77,8 @@ def checked_loss(loss: object) -> torch.Tensor:
     """Return a loss, shape [], if its gradient can be computed.
 
     Raises:
-        UserError: The loss is not a tensor, has several elements, is complex, or is detached.
+        UserError: The loss is not a tensor, has several elements, is complex, is detached, or is split over
+            ranks.
     """
     if not isinstance(loss, torch.Tensor):
         raise UserError(
@@ -85,6 +86,13 @@ def checked_loss(loss: object) -> torch.Tensor:
             hint="return the mean loss over the batch, without .item() or float()",
         )
     check_is_one_number(loss.shape)
+    if hasattr(loss, "device_mesh"):  # a DTensor
+        raise UserError(
+            "the task's loss uses weights outside of the model's forward pass, and a rank has only a part of "
+            "them",
+            hint="let the model's forward return what depends on weights (a penalty, for example), use the "
+            "optimizer's weight_decay, or strategy: allreduce or zero",
+        )
     if loss.is_complex():
         raise UserError("the task's loss is a complex number", hint="return a real one, such as loss.abs()")
     if not loss.requires_grad:

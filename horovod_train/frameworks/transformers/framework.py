@@ -341,6 +341,7 @@ class _StepTimer(TrainerCallback):
             self._bridge.after_epoch()
             control.should_training_stop = control.should_training_stop or self._bridge.is_done
         else:
+            self._bridge.report_incomplete_epoch()
             control.should_training_stop = True
 
 

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from horovod_train.data.shard import StepShare, epoch_order, split_evenly
+import numpy as np
+
+from horovod_train.data.shard import StepShare, epoch_order
 from horovod_train.errors import UserError
 from horovod_train.events.types import ComparedWithOneProcess
 from horovod_train.events.wire import Reporter
@@ -16,13 +18,15 @@ from horovod_train.training.run import Run
 
 MAX_INTERVAL_STEPS = 1000
 """Largest number of steps between two comparisons."""
+MAX_PER_PART = 4
+"""Largest number of samples of a part."""
 
 
 class GradientComparison(Protocol):
     """Compares gradients (``torch/verify/one_process.py``)."""
 
     def compare(self, step: int, parts: Sequence[Sequence[int]]) -> str | None:
-        """Compare on samples of two ranks in a step; raises ``UserError`` for a refused difference.
+        """Compare on two parts of the samples of a step; raises ``UserError`` for a refused difference.
 
         Returns:
             What differs, or why nothing is compared; None: the gradients are equal; empty: they are not
@@ -85,9 +89,11 @@ class CompareWithOneProcess(Hook):
 
 
 def _samples(run: Run, share: StepShare) -> list[list[int]]:
-    """Return the first samples of rank 0 and of another rank, or of halves of a batch that all ranks read."""
+    """Return the samples of a step in two parts: others in each step, in the order of the step."""
     order = run.progress.order
     places = epoch_order(order.num_samples, order.seed, run.progress.epoch, shuffle=order.shuffle)
     of_step = places[share.cursor : share.cursor + share.num_samples]
-    start, stop = split_evenly(len(of_step), 1, min(max(run.mesh.data.size, 2), len(of_step)) or 1)
-    return [of_step[:start].tolist(), of_step[start:stop].tolist()]
+    chosen = np.random.default_rng(share.cursor + run.progress.step).permutation(len(of_step))
+    half = len(chosen) // 2
+    size = min(half, MAX_PER_PART)
+    return [of_step[np.sort(part[:size])].tolist() for part in (chosen[:half], chosen[half:])]

@@ -56,8 +56,6 @@ from horovod_train.frameworks.torch.verify.verification import (
 
 log = logging.getLogger(__name__)
 
-MAX_PER_PART = 4
-"""Largest number of samples of a part."""
 CHANGE = "the change in forward of "
 
 
@@ -105,7 +103,7 @@ class OneProcess:
 
         Args:
             step: Number of the step.
-            parts: Numbers of the samples of two ranks in that step.
+            parts: Numbers of samples of that step, in two parts.
 
         If the samples cannot be read or the task cannot be called with so few of them, a notice is logged,
         and no more is compared.
@@ -118,7 +116,7 @@ class OneProcess:
             UserError: The product can train the model as one process does, and the job refuses others.
         """
         # Both parts together have as many samples as a micro-batch, so that passes need no more memory.
-        self._per_part = min(MAX_PER_PART, max(1, self._batch_size // 2), *map(len, parts))
+        self._per_part = min(max(1, self._batch_size // 2), *map(len, parts))
         if self._reason is not None:
             return self._reason
         if self._batch_size == 1 and not has_room_for_samples(2, self._replica.device, self._world):
@@ -158,7 +156,8 @@ class OneProcess:
     def _read(self, numbers: Sequence[int]) -> list[object]:
         """Return the batches of the first half, of the second half, and of all samples."""
         half = len(numbers) // 2
-        return self._reader.batches_of(numbers, [slice(None, half), slice(half, None), slice(None)])
+        with self._replica.python_state.restored(with_data=True):
+            return self._reader.batches_of(numbers, [slice(None, half), slice(half, None), slice(None)])
 
     # -- what is compared
 
