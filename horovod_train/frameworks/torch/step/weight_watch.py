@@ -7,20 +7,18 @@ start, the content of each small group is compared, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from horovod_train.frameworks.torch.comm.buckets import to_local
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""Type in which the elements of a size are summed up in int64, without overflow."""
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of the size of an element."""
 NUM_FIRST = 64
 """So many times at the start, the content of a small group is compared."""
 SMALL = 2**16
 """Largest number of elements of a small group."""
-CHUNK = 2**20
-"""Elements that are summed up at once: a sum in a wider type first copies them."""
 
 
 class Turns:
@@ -94,14 +92,26 @@ def content_sums(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the bits of each weight, and the bits of its sum, int64, shape [2, weights].
 
     In one of them alone, changes may cancel each other, such as those of signs. Of a ``DTensor``, the local
-    part is summed up.
+    part is summed up. Sums are in the types of the elements: others take ten times as long on a CPU.
     """
     device = weights[0].device
     bits = torch.zeros(len(weights), dtype=torch.int64, device=device)
     sums = torch.zeros(len(weights), dtype=torch.float64, device=device)
     for number, each in enumerate(map(to_local, weights)):
         real = torch.view_as_real(each.resolve_conj()) if each.is_complex() else each
-        for chunk in torch.split(real.detach().reshape(-1), CHUNK):
-            bits[number] += chunk.contiguous().view(INTEGERS[chunk.element_size()]).sum()
-            sums[number] += chunk.sum(dtype=torch.float64)
+        flat = real.detach().reshape(-1)
+        sums[number] += flat.sum()
+        for part in _parts_of_8_bytes(flat):
+            bits[number] += part.sum()  # modulo 2**64
     return torch.stack([bits, sums.view(torch.int64)])
+
+
+def _parts_of_8_bytes(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the bits of a tensor as int64, and those of the rest as smaller integers."""
+    per_8_bytes = 8 // flat.element_size()
+    is_aligned = flat.storage_offset() % per_8_bytes == 0
+    whole = len(flat) - len(flat) % per_8_bytes if is_aligned else 0
+    if whole:
+        yield flat[:whole].view(torch.int64)
+    if whole < len(flat):
+        yield flat[whole:].view(INTEGERS[flat.element_size()])

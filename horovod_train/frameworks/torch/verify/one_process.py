@@ -23,11 +23,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from horovod_train.collectives.base import allgather_json, any_rank
 from horovod_train.collectives.mesh import Mesh
@@ -328,12 +328,13 @@ class OneProcess:
         # PyTorch's wrappers expect a backward pass after a forward pass with gradients.
         is_enabled = not replica.strategy.capabilities.collective_passes
 
-        def compute_loss(batch: object) -> None:
+        def compute_losses() -> None:
             grad_mode = torch.set_grad_enabled(is_enabled)
             with self._traceless(), grad_mode, replica.autocast(), active(replica.gathering):
-                replica.task.loss(replica.forward_model, copy.deepcopy(batch))
+                for batch in batches:
+                    replica.task.loss(replica.forward_model, copy.deepcopy(batch))
 
-        problem = next(filter(None, (result_of(partial(compute_loss, batch))[1] for batch in batches)), None)
+        _, problem = result_of(compute_losses)
         refused = [str(problem), problem.hint] if isinstance(problem, UserError) else None
         if found := next(filter(None, allgather_json(self._world, refused)), None):
             text, hint = found
@@ -352,14 +353,15 @@ class OneProcess:
         replica = self._replica
         with self._traceless() as mode, gathered_from(replica, gathered):
             loss = float(replica.trial(step))
-            kept = {
-                name: projected(gradient)
-                for name, _, gradient in replica.strategy.local_gradients()
-                if gradient is not None
-            }
-            for name, parameter in replica.model.named_parameters():
-                if (change := mode.change_of(parameter)) is not None:
-                    kept[f"{CHANGE}{name}"] = projected(change)
+            with _disable_current_modes():  # a mode would see each operation
+                kept = {
+                    name: projected(gradient)
+                    for name, _, gradient in replica.strategy.local_gradients()
+                    if gradient is not None
+                }
+                for name, parameter in replica.model.named_parameters():
+                    if (change := mode.change_of(parameter)) is not None:
+                        kept[f"{CHANGE}{name}"] = projected(change)
         replica.discard()
         return Gradient(loss, kept)
 

@@ -15,6 +15,8 @@ NUM_COMPONENTS = 256
 """Length of the projection of a gradient."""
 _CHUNK = 2**16
 """Length of the sequence of signs, which is repeated; a multiple of ``NUM_COMPONENTS``."""
+_NUM_CHUNKS = 16
+"""Number of sequences that are processed at once: each operation takes its time."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,14 @@ def projected(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
     signs = _signs(flat.device)
     sums = torch.zeros(NUM_COMPONENTS, dtype=torch.float64, device=flat.device)
     square = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for chunk in torch.split(flat, _CHUNK):
+    padded = -(-len(flat) // NUM_COMPONENTS) * NUM_COMPONENTS
+    length = min(_CHUNK, max(NUM_COMPONENTS, padded))
+    for chunk in torch.split(flat, _CHUNK * _NUM_CHUNKS):
         wide = chunk.to(wide_type(chunk.dtype)).double()
-        square += wide.square().sum()
-        padded = torch.nn.functional.pad(wide * signs[: len(wide)], (0, -len(wide) % NUM_COMPONENTS))
-        sums += padded.view(-1, NUM_COMPONENTS).sum(0)
+        square += wide.dot(wide)
+        rows = torch.nn.functional.pad(wide, (0, -len(wide) % length))
+        signed = rows.view(-1, length) * signs[:length]
+        sums += signed.view(-1, NUM_COMPONENTS).sum(0)
     return sums.cpu(), float(square)
 
 
