@@ -244,69 +244,54 @@ class Bridge(Protocol):
     @property
     def is_done(self) -> bool:
         """Whether training is complete or stopped."""
-        ...
 
     @property
     def epoch(self) -> int:
         """Number of completed epochs."""
-        ...
 
     @property
     def num_epochs(self) -> int:
         """Epochs of the whole job, the last of which may be incomplete."""
-        ...
 
     @property
     def is_epoch_complete(self) -> bool:
         """Whether every sample of the current epoch was used."""
-        ...
 
     def report_incomplete_epoch(self) -> None:
         """Log that the job ends, because the framework has left an epoch early."""
-        ...
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        ...
 
     @property
     def wants_norm(self) -> bool:
         """Whether the next step must compute the gradient norm."""
-        ...
 
     @property
     def evaluates_next(self) -> bool:
         """Whether an evaluation follows the current epoch."""
-        ...
 
     def begin(self) -> None:
         """Start training."""
-        ...
 
     def rest_of_epoch(self) -> list[PlannedStep]:
         """Return the remaining steps of the current epoch, limited by ``train.max_steps``."""
-        ...
 
     def after_step(self, step: PlannedStep, pending: PendingOutcome, lr: float) -> None:
         """Record an optimizer step."""
-        ...
 
     def finish_epoch(self) -> dict[str, float]:
         """Complete an epoch after its last step; return the evaluation, empty if none was due."""
-        ...
 
     def after_epoch(self) -> None:
         """Save a checkpoint, if due; called after the framework's end-of-epoch callbacks."""
-        ...
 
     def before_on_train_end(self) -> None:
         """Record the weights after the last step; end-of-training callbacks follow, which may change them."""
-        ...
 
     def end(self) -> None:
         """End training."""
-        ...
 
 
 @runtime_checkable
