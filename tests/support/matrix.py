@@ -97,9 +97,9 @@ The attributes of an object are saved together or not at all. If one of them was
 a checkpoint cannot contain (an open file, a path, an iterator, another object, more than 256 MiB), the
 others may describe it: none is saved, and a notice names them, again on resume. To save them, move them
 into an object of their own, or define `state_dict()` and `load_state_dict()`. Datasets are treated alike,
-from 1 MiB on and without a notice, because they open files and fill caches. Variables that only a closure
-refers to, objects that change without a change of their attributes, and datasets in loader processes
-(`data.num_workers`) are not examined.
+from 1 MiB on and without a notice, because they open files and fill caches. Slots, variables that a
+function of the task has captured, and attributes of functions are examined like attributes. Objects that
+change without a change of their attributes, and datasets in loader processes (`data.num_workers`), are not.
 
 All ranks should have the same state, as one process has one. It is compared after the first step, then at
 growing intervals up to half a minute, and a notice names a value that differs, with two ranks: for example
@@ -114,7 +114,8 @@ contains their state, which is restored on resume: `state_dict()` and `on_save_c
 callbacks and modules; of other callbacks, the attributes that training has changed (numbers, text, arrays,
 random generators, containers of these). Attributes of other types, and methods of a module that a job does
 not call, such as `configure_optimizers()`, are reported at the start. A callback that sets the learning
-rate ends the job.
+rate ends the job; if one ends an epoch early, the job ends, and a notice says so. Gradients are summed
+after Lightning's `on_after_backward()`: use `on_before_optimizer_step()`.
 These callbacks are refused:
 
 """
