@@ -59,6 +59,7 @@ class StepLoss:
         self._num_samples = 1
         self._kinds: set[bool] = set()
         self._denominator: torch.Tensor | None = None
+        self.count: torch.Tensor | None = None  # of the last step, if its loss was a sum and a count
         self.noise: NoiseMeter | None = None
         self.gathering: Gathering | None = None
         self.scale: Callable[[], float | torch.Tensor] = lambda: 1.0
@@ -131,7 +132,7 @@ class StepLoss:
             PeerError: Another rank was lost.
         """
         loss = self._strategy.reduce(self.local)
-        total = self._total_denominator()
+        total = self.count = self._total_denominator()
         if total is not None:
             self._strategy.divide_gradients(total)
             loss = loss / total

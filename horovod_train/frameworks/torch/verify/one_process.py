@@ -363,7 +363,8 @@ class OneProcess:
                     if (change := mode.change_of(parameter)) is not None:
                         kept[f"{CHANGE}{name}"] = projected(change)
         replica.discard()
-        return Gradient(loss, kept)
+        count = None if replica.loss.count is None else float(replica.loss.count)
+        return Gradient(loss, kept, count)
 
     @contextmanager
     def _statistics_fixed(self) -> Iterator[list[str]]:

@@ -27,14 +27,22 @@ class Gradient:
         loss: Loss of the step.
         projected: Of this rank's part of each gradient and of each written weight, its projection, shape
             [``NUM_COMPONENTS``], and its sum of squares; by name.
+        count: By what the sum of the loss was divided, up to a factor; None: the loss is a mean.
     """
 
     loss: float
     projected: Mapping[str, tuple[torch.Tensor, float]]
+    count: float | None = None
 
 
 def weighted_sum(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradient:
-    """Return the weighted sum of gradients; its sums of squares are upper limits."""
+    """Return the weighted sum of gradients; sums of squares are upper limits.
+
+    Losses that are a sum and a count have the weights of their counts.
+    """
+    counts = [each.count for each in gradients if each.count is not None]
+    if len(counts) == len(gradients):
+        weights = [count / (sum(counts) or 1.0) for count in counts]
     loss = sum(weight * each.loss for weight, each in zip(weights, gradients, strict=True))
     kept: dict[str, tuple[torch.Tensor, float]] = {}
     for weight, each in zip(weights, gradients, strict=True):
