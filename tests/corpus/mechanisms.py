@@ -131,7 +131,7 @@ def taken_out(mechanism: Mechanism) -> None:
 def outcome(mechanism: Mechanism, *, verify: bool) -> dict[str, Any]:
     """Train the model without the mechanism; return what came of it."""
     case = cases()[mechanism.case]
-    health = {"verify_strategy": verify}
+    health = {"verify_strategy": verify, "one_process": "refuse" if verify else "off"}
     settings = {"job": {**case.job, "health": health}, "__module__": case.__module__}
     without = type(case.__name__, (case,), settings)
     return seen(without, mechanism.strategy, mechanism.settings, 2, before=lambda: taken_out(mechanism))

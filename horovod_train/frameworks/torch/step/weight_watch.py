@@ -76,8 +76,7 @@ class WeightWatch:
             if weight._version != version:  # noqa: SLF001
                 return weight
         is_found = self._pending is not None and bool(self._pending)
-        # Without elements: a weight whose memory has been released meanwhile.
-        if self._content is not None and all(weight.numel() for weight, _ in before):
+        if self._content is not None and all(_has_memory(weight) for weight, _ in before):
             differs = (content_sums([weight for weight, _ in before]) != self._content).any()
             if differs.is_cuda:
                 self._pending = torch.zeros((), dtype=torch.bool, pin_memory=True)
@@ -85,6 +84,12 @@ class WeightWatch:
             else:
                 is_found = bool(differs)
         return before[0][0] if before and is_found else None
+
+
+def _has_memory(weight: torch.Tensor) -> bool:
+    """Return whether a strategy has not released the memory of a gathered weight."""
+    local = to_local(weight.detach())
+    return local.numel() > 0 and local.untyped_storage().size() > 0
 
 
 @torch.no_grad()
