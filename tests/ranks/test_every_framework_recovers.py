@@ -27,7 +27,7 @@ from horovod_train.checkpoint.store import read_manifest
 
 RANKS, BATCH_SIZE, NUM_SAMPLES, EPOCHS, LR = 2, 4, 50, 3, 0.01
 # 25 samples per rank and epoch: rank 1 goes in its second epoch.
-KILL_AFTER = 38
+KILL_AFTER = 46
 PHASES = {
     "torch": {"data", "forward", "backward", "allreduce_wait", "optimizer"},
     "tensorflow": {"data", "compute"},
@@ -120,7 +120,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(run, tmp_path, po
 
     done = pool.run("run_job.py", str(resumed), folder=tmp_path)
 
-    assert at_kill in (6, 9), "the kill came in the second epoch, whose steps are 8 to 14"
+    assert at_kill in (6, 9, 12), "the kill came in the second epoch, whose steps are 8 to 14"
     assert f"resumed from step-{at_kill:012d}" in done[0]["output"]
     assert arrays(newest(tmp_path, "killed")) == arrays(newest(tmp_path, "whole"))
     check_metrics(run, scraped)
