@@ -47,7 +47,7 @@ replica.step(next(steps), 1e-3, want_norm=False)
 own = [local.tensor for local in replica.strategy.local_tensors().values()]
 state = replica.strategy.saved_optimizer.state.values()
 kept = [v.to_local() if hasattr(v, "to_local") else v for entry in state for v in entry.values()]
-replica._gradient_watch.watched = lambda share: nullcontext()  # the tracker registers hooks of gradients
+replica.gradient_watch.watched = lambda share: nullcontext()  # the tracker registers hooks of gradients
 tracker = MemTracker()
 tracker.track_external(replica.model, replica.strategy.saved_optimizer, *own)
 with tracker:
