@@ -81,16 +81,17 @@ class LossComparison:
         size = min(max(1, self._batch_size // 2), *map(len, parts))
         numbers = [number for part in parts for number in part[:size]]
         found, problem = result_of(partial(self._losses, numbers))
-        why_not = "" if problem is None else f"{type(problem).__name__}: {problem}"
-        problems = allgather_json(self._world, why_not)
-        if why := next(filter(None, problems), ""):
-            return self._ends(f"losses are not compared with those of one process: {why[:300]}")
-        assert found is not None
-        losses, why_not = found
-        if why := next(filter(None, allgather_json(self._world, why_not)), ""):
+        losses, reason = found or ([], "")
+        error = "" if problem is None else f"{type(problem).__name__}: {problem}"[:300]
+        # All ranks decide by the same numbers, which may differ in the last bits: those of rank 0.
+        of_ranks = allgather_json(self._world, (error, reason, losses))
+        errors, reasons, all_losses = zip(*of_ranks, strict=True)
+        if why := next(filter(None, errors), ""):
+            return self._ends(f"losses are not compared with those of one process: {why}")
+        if why := next(filter(None, reasons), ""):
             self._reason = f"losses are not compared with those of one process: {why}"
             return self._reason
-        first, second, joint = losses
+        first, second, joint = all_losses[0]
         if not all(map(math.isfinite, (first, second, joint))):
             return ""
         if abs(joint - (first + second) / 2) <= self._limit * max(abs(first), abs(second), abs(joint), 1e-3):

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from support.worlds import on_ranks
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job
@@ -30,11 +31,11 @@ class Replica:
         return [self.loss(batch) for batch in batches], "they are random" if self.is_random else ""
 
 
-def compared(replica, batch_size=8, precision="fp32"):
+def compared(replica, batch_size=8, precision="fp32", world=None):
     job = Job.model_validate(
         {"name": "j", "task": "digits", "train": {"batch_size_per_rank": batch_size, "precision": precision}}
     )
-    return LossComparison(SingleRank(), Reader(), replica, job)
+    return LossComparison(world or SingleRank(), Reader(), replica, job)
 
 
 def mean(batch):
@@ -95,3 +96,15 @@ def test_a_loss_that_fails_with_few_samples_ends_the_comparison_and_not_the_job(
 
     assert "ValueError: 8 samples, please" in compared(Replica(loss)).compare(1, PARTS)
     assert "ValueError" in caplog.text
+
+
+@pytest.mark.parametrize("differs", [0, 1])
+def test_ranks_whose_numbers_differ_decide_alike(differs):
+    """One of them would go on alone into the next comparison, and wait for the others."""
+
+    def act(world):
+        other = 0.5 * (world.rank == differs)
+        comparison = compared(Replica(lambda batch: 1.0 + other * (len(batch) > 4)), world=world)
+        return [(comparison.compare(step, PARTS) is not None) for step in (1, 2)]
+
+    assert on_ranks(2, act) == [[differs == 0] * 2] * 2
