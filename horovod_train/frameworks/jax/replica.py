@@ -123,6 +123,7 @@ class JaxReplica(IdenticalReplica):
         self._reduce_nothing = jax.jit(self._sum)
         self._update = jax.jit(self._apply, static_argnames="looks", donate_argnums=(0, 1))
         self._metrics = jax.jit(self._compute_metrics)
+        self._loss_alone = jax.jit(self._loss)
 
     # -- the step
 
@@ -170,11 +171,10 @@ class JaxReplica(IdenticalReplica):
 
     def losses_of(self, batches: Sequence[object]) -> tuple[list[float], str]:
         """Return the losses of some batches, and whether they depend on the random key."""
-        compute = jax.jit(self._loss)
 
         def loss_of(batch: object, seed: int) -> float:
             keys = self._keys.some(seed, batch_length(batch))
-            return float(self._call(compute, self.params, batch, keys))
+            return float(self._call(self._loss_alone, self.params, batch, keys))
 
         losses = [loss_of(batch, 0) for batch in batches]
         return losses, "" if loss_of(batches[-1], 1) == losses[-1] else "they are random"

@@ -90,6 +90,7 @@ class TensorflowReplica(VariablesReplica):
         self._exchange_nothing = tf.function(self._exchange_zeros)
         self._update = tf.function(self._apply)
         self._metrics = tf.function(self._compute_metrics, reduce_retracing=True)
+        self._loss_alone = tf.function(self._compute_loss, reduce_retracing=True)
 
     # -- the step
 
@@ -151,6 +152,9 @@ class TensorflowReplica(VariablesReplica):
             for gradient, variable in zip(gradients, self._tensors, strict=True)
         ], tf.stop_gradient(weighted)
 
+    def _compute_loss(self, batch: object) -> tf.Tensor:
+        return tf.reshape(self.task.loss(self.model, batch, training=True), [])
+
     @property
     def batch_norm(self) -> str:
         """Name of a layer that normalizes over the samples of a rank; empty: there is none."""
@@ -161,7 +165,6 @@ class TensorflowReplica(VariablesReplica):
 
     def losses_of(self, batches: Sequence[object]) -> tuple[list[float], str]:
         """Return the losses of some batches, and whether the last one is another one if computed again."""
-        compute = tf.function(lambda batch: tf.reshape(self.task.loss(self.model, batch, training=True), []))
         of_task = [v for v in self.python_state.not_restored_values()[0] if isinstance(v, tf.Variable)]
         state = [v for v in map(tf_variable, self.model.variables) if not v.trainable]
         before = [(variable, variable.numpy()) for variable in (*state, *of_task)]
@@ -174,8 +177,9 @@ class TensorflowReplica(VariablesReplica):
         try:
             for batch in batches:
                 restore()
-                losses.append(float(self._with_loss(compute, batch)))
-            again = float(self._with_loss(compute, batches[-1]))  # continues from what the last one has left
+                losses.append(float(self._with_loss(self._loss_alone, batch)))
+            # What the last one has left is not restored before.
+            again = float(self._with_loss(self._loss_alone, batches[-1]))
         finally:
             restore()
         return losses, "" if again == losses[-1] else "they are random, or depend on state"
