@@ -173,7 +173,7 @@ class HorovodTrainerMixin:
         numbers[1] = mine
         self._are_counted = [length > 0 for length in lengths]
         total, items = self._sum_over_ranks(numbers)
-        if has_items and self._divides_by_items is None:
+        if has_items and self._divides_by_items is None and self.world.size * len(samples) > 1:
             self._divides_by_items = divides_by_items(self, samples[0])
         if has_items and self._divides_by_items is not False:
             # The model divides by the number of items in the whole step.
