@@ -10,7 +10,7 @@ from support.torch_threads import on_torch_ranks, run_of
 
 from horovod_train.errors import UserError
 from horovod_train.events.wire import Reporter
-from horovod_train.frameworks.torch.verify import one_process as module
+from horovod_train.frameworks.torch.verify import untouched
 from horovod_train.frameworks.torch.verify.projections import NUM_COMPONENTS, projected
 from horovod_train.training.hooks.one_process import CompareWithOneProcess
 from horovod_train.training.loop import train
@@ -21,8 +21,8 @@ PARTS = [[3, 1, 8, 5], [9, 2, 30, 17]]
 @pytest.fixture(autouse=True)
 def shared_generators(monkeypatch, one_thread):
     """Ranks are threads, which share the default generators: none restores what another one has seeded."""
-    monkeypatch.setattr(module, "rng_state", lambda: (None, {}))
-    monkeypatch.setattr(module, "load_rng_state", lambda *_: None)
+    monkeypatch.setattr(untouched, "rng_state", lambda: (None, {}))
+    monkeypatch.setattr(untouched, "load_rng_state", lambda *_: None)
 
 
 def compared(kind, size=2, act=lambda run: run.replica.one_process.compare(3, PARTS), **more):

@@ -12,8 +12,8 @@ import torch
 
 from horovod_train.frameworks.python_state import PythonState
 from horovod_train.frameworks.torch.comm.sync_batch_norm import SyncBatchNormMixin
-from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
-from horovod_train.frameworks.torch.verify.untouched import Untouched, same_modules
+from horovod_train.frameworks.torch.state.generators import seed_generators
+from horovod_train.frameworks.torch.verify.untouched import traceless
 
 
 class ModuleLosses:
@@ -40,14 +40,8 @@ class ModuleLosses:
         module = self._module
         if any(isinstance(each, SyncBatchNormMixin) for each in module.modules()):
             return [], "layers use the samples of all ranks"
-        random_state = rng_state()
-        mode = Untouched([*module.parameters(), *module.buffers()])
-        try:
-            with same_modules(module), self._without_logging(), mode:
-                losses = [self._loss_of(batch) for batch in (*batches, batches[-1])]
-        finally:
-            mode.restore()
-            load_rng_state(*random_state)
+        with self._without_logging(), traceless(module) as mode:
+            losses = [self._loss_of(batch) for batch in (*batches, batches[-1])]
         if self._has_gathered:
             return [], "the module gathers the samples of all ranks"
         if mode.unknown or losses[-1] != losses[-2]:

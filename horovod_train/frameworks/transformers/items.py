@@ -13,7 +13,8 @@ import torch
 
 from horovod_train.collectives.base import allgather_json
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
+from horovod_train.frameworks.torch.state.generators import seed_generators
+from horovod_train.frameworks.torch.verify.untouched import traceless
 
 TOLERANCE = 0.02
 """Largest difference of a ratio of two losses that is attributed to rounding."""
@@ -46,20 +47,14 @@ def divides_by_items(trainer: Any, inputs: dict[str, Any]) -> bool | None:
 
 def _ratio(trainer: Any, inputs: dict[str, Any]) -> float:
     """Return the loss with twice the number of items, relative to that with the number."""
-    model, state = trainer.model, rng_state()
-    was_training, losses = model.training, []
+    model, losses = trainer.model, []
     prepared = trainer._prepare_inputs(inputs)  # noqa: SLF001  (as training_step does)
-    model.eval()
-    try:
+    with traceless(model), torch.no_grad(), trainer.compute_loss_context_manager():
+        model.eval()
         for num_items in (8.0, 16.0):
-            load_rng_state(*state)
             seed_generators(0, 0, 0)
             count = torch.tensor(num_items, device=trainer.args.device)
-            with torch.no_grad(), trainer.compute_loss_context_manager():
-                losses.append(float(trainer.compute_loss(model, dict(prepared), num_items_in_batch=count)))
-    finally:
-        model.train(was_training)
-        load_rng_state(*state)
+            losses.append(float(trainer.compute_loss(model, dict(prepared), num_items_in_batch=count)))
     return losses[1] / losses[0] if losses[0] else float("nan")
 
 

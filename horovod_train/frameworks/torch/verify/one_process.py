@@ -37,7 +37,6 @@ from horovod_train.data.shard import MicroBatch, StepShare
 from horovod_train.errors import UserError, result_of
 from horovod_train.frameworks.torch.comm.sync_batch_norm import SyncBatchNormMixin
 from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
 from horovod_train.frameworks.torch.step.gathering import active
 from horovod_train.frameworks.torch.verify.projections import (
     NUM_COMPONENTS,
@@ -46,7 +45,7 @@ from horovod_train.frameworks.torch.verify.projections import (
     weighted_sum,
 )
 from horovod_train.frameworks.torch.verify.room import has_room_for_samples
-from horovod_train.frameworks.torch.verify.untouched import Untouched, same_modules
+from horovod_train.frameworks.torch.verify.untouched import Untouched, traceless
 from horovod_train.frameworks.torch.verify.verification import (
     GPU_LIMIT,
     GRADIENT_LIMITS,
@@ -123,7 +122,7 @@ class OneProcess:
             self._ends(["a rank may not have memory for two samples"])
             return self._reason
         numbers = [number for part in parts for number in part[: self._per_part]]
-        batches, problem = result_of(lambda: copy.deepcopy(self._read(numbers)))  # each pass has a copy
+        batches, problem = result_of(lambda: copy.deepcopy(self._read(numbers)))
         self._of_task, iterators = self._replica.python_state.not_restored_values()
         reasons = [f"{name} is an iterator" for name in iterators]
         if problem is not None:
@@ -388,21 +387,18 @@ class OneProcess:
     @contextmanager
     def _traceless(self) -> Iterator[Untouched]:
         """Restore everything that passes change. In a dispatch mode, compiled functions run uncompiled."""
-        model, state = self._replica.model, self._replica.python_state
-        random_state = rng_state()
-        transient = self._replica.strategy.transient_weights()
-        weights = () if transient else model.parameters()
-        mode = Untouched([*weights, *model.buffers(), *self._of_task], transient)
+        replica, mode = self._replica, None
         try:
-            with state.restored() as lost, same_modules(model), mode:
-                seed_generators(0, 0, 0)
+            with (
+                replica.python_state.restored() as lost,
+                traceless(replica.model, self._of_task, replica.strategy.transient_weights()) as mode,
+            ):
                 yield mode
         finally:
-            mode.restore()
-            load_rng_state(*random_state)
-            self._unknown |= mode.unknown
-            self._lost |= mode.lost
-            self._dtypes |= mode.dtypes
+            if mode is not None:
+                self._unknown |= mode.unknown
+                self._lost |= mode.lost
+                self._dtypes |= mode.dtypes
         if lost:
             log.warning("the comparison with one process has changed %s", ", ".join(lost[:3]))
 

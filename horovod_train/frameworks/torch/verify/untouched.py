@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from horovod_train.frameworks.torch.comm.buckets import to_local
+from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
 from horovod_train.frameworks.torch.step.gradient_hooks import hooks_of
 
 UNDECLARED = {"running_mean", "running_var"}
@@ -58,6 +59,31 @@ def same_modules(model: torch.nn.Module) -> Iterator[None]:
         for p, is_trained in zip(parameters, are_trained, strict=True):
             if p.requires_grad != is_trained:
                 p.requires_grad_(is_trained)
+
+
+@contextmanager
+def traceless(
+    model: torch.nn.Module,
+    others: Iterable[torch.Tensor] = (),
+    transient: Mapping[str, torch.Tensor] | None = None,
+) -> Iterator[Untouched]:
+    """Restore tensors, hooks, modes and random generators after the block, in which generators are seeded.
+
+    Args:
+        model: The model.
+        others: Tensors besides those of the model.
+        transient: Weights of the model that are not restored, but whose changes are noted; see ``Untouched``.
+    """
+    random_state = rng_state()
+    weights = () if transient else model.parameters()
+    mode = Untouched([*weights, *model.buffers(), *others], transient)
+    try:
+        with same_modules(model), mode:
+            seed_generators(0, 0, 0)
+            yield mode
+    finally:
+        mode.restore()
+        load_rng_state(*random_state)
 
 
 class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
