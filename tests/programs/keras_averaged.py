@@ -26,6 +26,11 @@ class Numbers:
         return self.x[index], self.y[index]
 
 
+class TellsEpochs(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        print(f"epoch {epoch} of {self.params['epochs']}", flush=True)
+
+
 class Averaged:
     def model(self):
         weights = keras.initializers.RandomNormal(seed=1)
@@ -35,6 +40,9 @@ class Averaged:
 
     def compile(self):
         return {"loss": "mse"}
+
+    def callbacks(self):
+        return [TellsEpochs()]
 
     def train_data(self):
         return Numbers()

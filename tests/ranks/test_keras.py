@@ -98,7 +98,8 @@ def test_a_saved_model_loads_where_this_product_is_not_installed(framework, pool
     assert loaded.returncode == 0, loaded.stderr[-3000:]
 
 
-def test_averages_of_the_optimizer_replace_the_weights_once_at_the_end(tmp_path):
+@pytest.mark.parametrize("length", [{"epochs": 3}, {"max_steps": 18}])
+def test_averages_of_the_optimizer_replace_the_weights_once_at_the_end(tmp_path, length):
     """A job calls ``fit`` in each epoch, and Keras replaces them at the end of each ``fit``."""
     program = PROGRAMS / "keras_averaged.py"
     subprocess.run(
@@ -109,13 +110,13 @@ def test_averages_of_the_optimizer_replace_the_weights_once_at_the_end(tmp_path)
         framework="keras",
         task=f"{program}:Averaged",
         run_dir=str(tmp_path / "runs"),
-        train={"epochs": 3, "batch_size_per_rank": 2},
+        train={**length, "batch_size_per_rank": 2},
         optimizer={"args": {"use_ema": True, "ema_momentum": 0.8}},
         data={"shuffle": False},
         lr={"base_lr": 0.1, "scaling": "none"},
         launch={"num_ranks": 2, "threads_per_rank": 1},
     )
-    cli("run", str(job), cwd=tmp_path)
+    assert "epoch 2 of 3" in cli("run", str(job), cwd=tmp_path).stdout
     path = list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")[0].path
     with np.load(tmp_path / "plain.npz") as found:
         expected = [found[name] for name in found.files]

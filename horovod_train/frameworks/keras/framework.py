@@ -102,12 +102,12 @@ class KerasFramework:
 
     def fit(self, bridge: Bridge) -> None:
         """Train to the end of the job, with one call of ``model.fit`` per epoch."""
-        own = [_OneTraining(callback, bridge.num_epochs) for callback in self._callbacks]
         state = Attributes(self._callbacks)
         rate = GuardedLearningRate(self._read_rate, self._write_rate)
         accumulation_steps = self._job.train.accumulation_steps
         bytes_per_step = self._exchange.bytes_on_wire([v.value for v in self.model.trainable_variables])
         bridge.begin()
+        own = [_OneTraining(callback, bridge.num_epochs) for callback in self._callbacks]
         is_trained, finalize = not bridge.is_done, self.model.optimizer.finalize_variable_values
         # Keras calls it at the end of each fit: averages (use_ema) would replace the weights in each epoch.
         self.model.optimizer.finalize_variable_values = lambda _: None
