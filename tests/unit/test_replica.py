@@ -437,6 +437,15 @@ class TestWritesToWeights:
         assert not all(of_small)
         assert not all(of_large[:5])
 
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool])
+    def test_to_weights_of_one_byte_are_noticed(self, dtype):
+        weight = nn.Parameter(torch.ones(9).to(dtype), requires_grad=False)
+
+        def write():
+            weight.data.copy_(torch.zeros(9))
+
+        assert self.written([weight], [WeightWatch(Turns())], write) == [True]
+
     def test_to_a_weight_that_has_been_released_are_none(self):
         weight = nn.Parameter(torch.ones(4))
         watch = WeightWatch(Turns())

@@ -105,7 +105,7 @@ def content_sums(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     for number, each in enumerate(map(to_local, weights)):
         real = torch.view_as_real(each.resolve_conj()) if each.is_complex() else each
         flat = real.detach().reshape(-1)
-        sums[number] += flat.sum()
+        sums[number] += (flat if flat.element_size() > 1 else flat.float()).sum()  # float8 has no sum
         for part in _parts_of_8_bytes(flat):
             bits[number] += part.sum()  # modulo 2**64
     return torch.stack([bits, sums.view(torch.int64)])
