@@ -47,7 +47,7 @@ class Root:
         target: The object, a class, or a module.
         ignored: Names of attributes that are not examined: those of the framework's base class.
         is_trained: The object is the trained model, whose weights and buffers are saved elsewhere.
-        is_shared: All ranks should have the same state; not so for data sets, and for parts of a model.
+        is_shared: Ranks with the same part of the model should have the same state; not so for data sets.
         max_bytes: Size above which a value is not saved.
         is_reported: What is not saved is reported; not so for data sets, which open files and fill caches.
         key: Distinguishes roots of one name.

@@ -10,7 +10,7 @@ import pytest
 from frameworks.cases import Case
 from frameworks.net import BATCH_SIZE
 from support.joint import largest_difference, train_jointly
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, results, write_job
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, job_of_kind, results
 
 RANKS, NUM_SAMPLES, EPOCHS = 2, 48, 3
 PLAIN = Case("plain", num_samples=NUM_SAMPLES)
@@ -92,16 +92,7 @@ def test_a_scaled_rate_is_right_again_when_one_process_resumes(ranks, folder):
 
 
 def job_of(folder, kind):
-    return write_job(
-        folder / f"{kind}.yaml",
-        framework="lightning",
-        task=f"{PROGRAMS / 'lightning_late.py'}:Late",
-        task_args={"kind": kind},
-        run_dir=str(folder / "runs"),
-        train={"epochs": 2, "batch_size_per_rank": 8},
-        lr={"scaling": "none"},
-        launch={"num_ranks": 2, "threads_per_rank": 1},
-    )
+    return job_of_kind(folder, "lightning", f"{PROGRAMS / 'lightning_late.py'}:Late", kind)
 
 
 def test_a_module_of_a_job_reads_how_long_it_trains(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.launching import PROGRAMS, cli, write_job
+from support.launching import PROGRAMS, cli, job_of_kind
 
 pytestmark = pytest.mark.ranks
 TOKENS = "It is a mean over something else than samples, such as tokens"
@@ -29,16 +29,7 @@ NEGATIVES = "It is not a mean over samples: it may compare samples with each oth
     ],
 )
 def test_a_loss_that_is_not_a_mean_over_samples_is_told_once(tmp_path, task, kind, told):
-    job = write_job(
-        tmp_path / "job.yaml",
-        framework=task.lower(),
-        task=f"{PROGRAMS / 'means.py'}:{task}",
-        task_args={"kind": kind},
-        run_dir=str(tmp_path / "runs"),
-        train={"epochs": 2, "batch_size_per_rank": 8},
-        lr={"scaling": "none"},
-        launch={"num_ranks": 2, "threads_per_rank": 1},
-    )
+    job = job_of_kind(tmp_path, task.lower(), f"{PROGRAMS / 'means.py'}:{task}", kind)
     output = " ".join(cli("run", str(job), cwd=tmp_path).stdout.split())
 
     assert told in output

@@ -92,6 +92,20 @@ def on_horovod(
     return done
 
 
+def job_of_kind(folder: Path, framework: str, task: str, kind: str) -> Path:
+    """Write a short job on two ranks for a task that has an argument ``kind``."""
+    return write_job(
+        folder / f"{kind}.yaml",
+        framework=framework,
+        task=task,
+        task_args={"kind": kind},
+        run_dir=str(folder / "runs"),
+        train={"epochs": 2, "batch_size_per_rank": 8},
+        lr={"scaling": "none"},
+        launch={"num_ranks": 2, "threads_per_rank": 1},
+    )
+
+
 def cli(
     *arguments: str, cwd: Path, check: bool = True, programs: Path = BIN, **env: str
 ) -> subprocess.CompletedProcess[str]:

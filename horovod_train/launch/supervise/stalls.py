@@ -29,9 +29,9 @@ class Stalls(Follower):
         ranks_of: dict[str, list[int]] = {}
         for rank in sorted(self.missing):
             ranks_of.setdefault(self.missing[rank], []).append(rank)
-        first, *more = (f"{describe_ranks(ranks)} did not join" for ranks in ranks_of.values())
-        if not more:
-            return f"{first} a collective that the others wait in: {min(self.missing.values())}"
+        if len(ranks_of) == 1:
+            ((collective, ranks),) = ranks_of.items()
+            return f"{describe_ranks(ranks)} did not join a collective that the others wait in: {collective}"
         # Each waits in what another one has not joined: ranks took different branches.
         return "; ".join(
             f"{describe_ranks(ranks)} did not join {collective}" for collective, ranks in ranks_of.items()
