@@ -54,7 +54,7 @@ def comparison(name: str, checkout: Path | None) -> Comparison:
             "optimizer": {"name": "sgd", "args": {"momentum": MOMENTUM}},
             "lr": {"base_lr": LR * NUM_RANKS, "scaling": "none"},
             "metrics": {"port": PORT},
-            "checkpoint": {"every_epochs": None},
+            "checkpoint": {"every": None},
         }
         path = folder / "job.json"
         path.write_text(json.dumps(job))

@@ -57,7 +57,7 @@ def command(_: str, steps: int, folder: Path) -> list[str]:
         "run_dir": str(folder),
         "train": {"epochs": 1000, "max_steps": steps, "batch_size_per_rank": 1},
         "metrics": {"port": PORT},
-        "checkpoint": {"every_epochs": None},
+        "checkpoint": {"every": None},
     }
     path = folder / "job.json"
     path.write_text(json.dumps(job))

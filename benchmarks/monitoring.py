@@ -62,7 +62,7 @@ def training(program: str, task: str, folder: Path, steps: int = 10**9) -> Itera
         "run_dir": str(folder),
         "train": {"epochs": 10**6, "max_steps": steps, "batch_size_per_rank": 1},
         "metrics": {"port": PORT},
-        "checkpoint": {"every_epochs": None},
+        "checkpoint": {"every": None},
     }
     path = folder / "job.json"
     path.write_text(json.dumps(job))

@@ -79,7 +79,7 @@ def ours(name: str, **overrides: object) -> Variant:
             "train": {"epochs": 1000, "max_steps": steps, "batch_size_per_rank": MODELS[model].batch_size},
             "optimizer": {"name": "sgd", "args": {"momentum": 0.9}},
             "metrics": {"port": PORT},
-            "checkpoint": {"every_epochs": None},
+            "checkpoint": {"every": None},
         }
         for section, fields in overrides.items():
             job[section] = {**job.get(section, {}), **fields}  # type: ignore[dict-item]
@@ -143,7 +143,7 @@ def comparisons() -> list[Comparison]:
         Comparison("metrics on / off, in turns", ALTERNATING, None, 1.01, is_first=is_recorded, steps=125),
         Comparison(
             "50 steps with a checkpoint / without",
-            ours("checkpoints", checkpoint={"every_epochs": None, "every_steps": 100}),
+            ours("checkpoints", checkpoint={"every": "100 steps"}),
             None,
             1.05,
             is_first=follows_checkpoint,

@@ -75,7 +75,7 @@ def losses_over_time(folder: Path, strategy: Any, hosts: Any, epochs: int) -> li
         "optimizer": {"name": "sgd"},
         "lr": {"base_lr": 0.1, "scaling": "none"},
         "strategy": strategy,
-        "checkpoint": {"every_epochs": None},
+        "checkpoint": {"every": None},
         "launch": {"hosts": ["node1:1", "node2:1"], "ssh": hosts.ssh, "controller": "gloo"},
     }
     path = folder / "job.json"

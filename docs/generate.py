@@ -38,7 +38,7 @@ def learning_rate(path: Path) -> None:
     figure, all_axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True)
     for axes, scaling in zip(all_axes, ("linear", "sqrt", "none"), strict=True):
         section = LearningRate(
-            base_lr=0.1, reference_batch_size=32, scaling=scaling, warmup_epochs=5, decay="cosine"
+            base_lr=0.1, reference_batch_size=32, scaling=scaling, warmup=5, decay="cosine"
         )
         points = [step / 20 for step in range(20 * EPOCHS + 1)]
         for ranks in RANKS:
@@ -180,6 +180,8 @@ def _type(field: dict[str, Any]) -> str:
         return f"`{field['const']}`"
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
+    if isinstance(field["type"], list):  # of the types, only durations have two
+        return "duration"
     kind = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false",
             "null": "null", "array": "list", "object": "mapping"}[field["type"]]  # fmt: skip
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

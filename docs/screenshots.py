@@ -22,7 +22,7 @@ JOB = {
     "task": f"{ROOT / 'tests' / 'programs' / 'slow_tasks.py'}:Slowed",
     "task_args": {"data_s": {"2": 0.03}, "pause_s": 0.06},
     "train": {"epochs": 100, "max_steps": 800, "batch_size_per_rank": 16},
-    "checkpoint": {"every_steps": 100},
+    "checkpoint": {"every": [1, "100 steps"]},
     "launch": {"num_ranks": 4, "threads_per_rank": 1},
 }
 VIEWS = {"page-light.png": ("light", 1280, 900), "page-dark.png": ("dark", 1280, 900)}

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from horovod_train.collectives.base import mean_over_ranks
+from horovod_train.config.evaluation import Checkpoint
 from horovod_train.config.load import job_from
 from horovod_train.config.optimization import LearningRate
-from horovod_train.config.schema import Checkpoint, Data
-from horovod_train.data.shard import eval_micro_batches
+from horovod_train.config.schema import Data
+from horovod_train.data.shard import eval_micro_batches, num_steps
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
@@ -21,7 +22,7 @@ from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.horovod.fingerprint import environment_fingerprint
-from horovod_train.lr.policy import LearningRatePolicy, policy_of_section
+from horovod_train.lr.policy import EpochLength, LearningRatePolicy, policy_of_section
 from horovod_train.own_loop import (
     AnyOptimizer,
     SessionBase,
@@ -122,7 +123,8 @@ class Session(SessionBase):
             lr: Fields of the job description's ``lr`` section, such as ``base_lr=0.1``.
         """
         loader.num_epochs = epochs
-        return policy_of_section(LearningRate(**lr), loader.batch_size_of_lr(self._job), epochs)
+        length = EpochLength(num_steps(len(loader.reader), 0, loader.global_batch_size), len(loader.reader))
+        return policy_of_section(LearningRate(**lr), loader.batch_size_of_lr(self._job), epochs, length)
 
     def eval_batches(self, replica: TorchReplica, dataset: Dataset, *, batch_size: int) -> Iterator[Any]:
         """Return this rank's batches of a dataset, in order; each sample is on exactly one rank.

@@ -25,7 +25,7 @@ model.compile(
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     metrics=["accuracy"],
 )
-rate = ScaledLearningRate(ranks, batch_size_per_rank=batch_size, epochs=5, base_lr=0.064, warmup_epochs=1)
+rate = ScaledLearningRate(ranks, batch_size_per_rank=batch_size, epochs=5, base_lr=0.064, warmup=1)
 model.fit(
     ShardedDataset(ranks, x[:1500], y[:1500], batch_size=batch_size),
     validation_data=ShardedDataset(ranks, x[1500:], y[1500:], batch_size=64, shuffle=False),

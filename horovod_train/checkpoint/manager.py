@@ -27,7 +27,7 @@ from horovod_train.checkpoint.schema import StateDocument, checked
 from horovod_train.checkpoint.write_report import WriteReport
 from horovod_train.checkpoint.writing import Content, Writing, begin, temporary_name
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json, gather_to_rank_0
-from horovod_train.config.schema import Checkpoint
+from horovod_train.config.evaluation import Checkpoint
 from horovod_train.errors import CheckpointError, OperationalError, describe_ranks
 
 log = logging.getLogger(__name__)

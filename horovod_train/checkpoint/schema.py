@@ -83,6 +83,15 @@ class NoiseDocument(_Document):
     num_measured: Annotated[int, Field(ge=0)]
 
 
+class PassedIntervalsDocument(_Document):
+    """How often the interval of evaluations had passed at the last evaluation."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    interval: str
+    number: Annotated[int, Field(ge=0)]
+
+
 class ProgressDocument(_Document):
     """Progress of training."""
 
@@ -100,6 +109,8 @@ class ProgressDocument(_Document):
     plateau: PlateauDocument | None = None
     noise: NoiseDocument | None = None
     scaled_epochs: Annotated[float, Field(ge=0)] | None = None
+    evaluation: PassedIntervalsDocument | None = None
+    epochs_of_steps: dict[str, Annotated[float, Field(ge=0)]] | None = None
     """These fields are absent in checkpoints of former versions."""
 
 

@@ -6,18 +6,17 @@ from collections.abc import Iterator
 
 import click
 
+from horovod_train.config.optimization import points_in_epochs
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of
 from horovod_train.events.text import learning_rate
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.lr.arguments import ArgumentSchedules
 from horovod_train.lr.chart import chart
-from horovod_train.lr.policy import policy_of
+from horovod_train.lr.policy import EpochLength, policy_of
 from horovod_train.registry import SCRIPT
 
 ARGUMENT_HEIGHT = 3
-COUNTS_EPOCHS = {"step", "points", "cosine_restarts", "inverse_sqrt"}
-"""Schedules whose curve depends on the number of epochs of the job."""
 
 
 def plan_as_text(request: LaunchRequest, plan: LaunchPlan, *, draws: bool = False) -> str:
@@ -57,10 +56,15 @@ def charts(job: Job, num_data_ranks: int) -> Iterator[str]:
     policy, train = policy_of(job, num_data_ranks), job.train
     epochs, warmup = float(train.most_epochs), train.batch_warmup
     is_by_steps = train.epochs is None and train.max_steps is not None
+    # The number of samples is not known here, so that only durations in the unit of the job's length are.
+    unit = "steps" if is_by_steps else "epochs"
+    durations = [*job.lr.durations, *([warmup.length] if warmup else [])]
+    for given in job.optimizer.schedules.values():
+        durations += [] if isinstance(given, str) else [position for position, _ in given]
+    others = [str(each) for each in durations if each.amount and each.unit != unit]
+    convert = EpochLength(train.max_steps or 1, None).in_epochs
     if is_by_steps:
-        # The number of epochs depends on the data, which are not read here; without a warm-up and with a
-        # schedule that counts no epochs, the curve does not.
-        epochs = 1.0
+        epochs = 1.0  # of max_steps
         policy = policy.ending_at(epochs)
     limit = f"train.max_steps: {train.max_steps}"
     of_limit = f"if {limit} ends the job earlier, the schedule ends with it"
@@ -72,16 +76,22 @@ def charts(job: Job, num_data_ranks: int) -> Iterator[str]:
         if policy.scaled.follows_gain
         else "",
         "without reductions on a plateau" if job.lr.decay == "plateau" else "",
-        f"the batch grows from {warmup.start} samples during {warmup.epochs:g} epochs" if warmup else "",
+        f"the batch grows from {warmup.start} samples during {warmup.length}" if warmup else "",
+        f"no chart: where {', '.join(dict.fromkeys(others))} ends depends on the data" if others else "",
     ]
     yield from (f"# {note}" for note in notes if note)
-    if is_by_steps and (policy.warmup_epochs or job.lr.decay in COUNTS_EPOCHS or job.optimizer.schedules):
+    if others or (is_by_steps and warmup):
         return
+    policy = policy.in_epochs(convert, train)
     gain = policy.scaled.rate if policy.scaled.follows_gain else None
     end = f"{train.max_steps} steps" if is_by_steps else f"{epochs:g} epochs"
     yield from (f"# {line}" for line in chart(lambda at: policy.at(at, gain=gain), epochs, end=end))
-    schedules = ArgumentSchedules(job.optimizer.schedules, epochs)
+    converted = {
+        name: given if isinstance(given, str) else points_in_epochs(given, convert)
+        for name, given in job.optimizer.schedules.items()
+    }
+    schedules = ArgumentSchedules(converted, epochs)
     for name in job.optimizer.schedules:
         yield f"# optimizer.schedules.{name}"
-        lines = chart(lambda at, name=name: schedules.at(at)[name], epochs, height=ARGUMENT_HEIGHT)  # type: ignore[misc]
+        lines = chart(lambda at, name=name: schedules.at(at)[name], epochs, height=ARGUMENT_HEIGHT, end=end)  # type: ignore[misc]
         yield from (f"# {line}" for line in lines)

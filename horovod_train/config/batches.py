@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from horovod_train.config.schema import Job, Train
 
 
@@ -28,11 +30,25 @@ def batch_size_at(train: Train, full_size: int, epochs: float) -> int:
         full_size: Global batch after the batch warm-up.
         epochs: Epochs passed, including the fraction of the current epoch.
 
-    >>> train = Train(batch_warmup={"start": 32, "epochs": 4.0})
+    >>> train = Train(batch_warmup={"start": 32, "length": 4})
     >>> [batch_size_at(train, 128, epochs) for epochs in (0, 1, 2.5, 4, 9)]
     [32, 56, 92, 128, 128]
     """
     warmup = train.batch_warmup
-    if warmup is None or epochs >= warmup.epochs:
+    if warmup is None or epochs >= warmup.length.epochs:
         return full_size
-    return min(full_size, int(warmup.start + (full_size - warmup.start) * epochs / warmup.epochs))
+    return min(full_size, int(warmup.start + (full_size - warmup.start) * epochs / warmup.length.epochs))
+
+
+def samples_of_growth(start: int, full_size: int, num_steps: float) -> float:
+    """Return the samples in which a batch grows, linearly in the samples, if it is to take a number of steps.
+
+    With W samples, a step after x samples advances x by s + (B - s) x / W; the integral of its inverse from 0
+    to W is the number of steps: n = W ln(B / s) / (B - s). Batches are whole, so that n is approximate.
+
+    >>> round(samples_of_growth(32, 128, 100)), samples_of_growth(64, 64, 100)
+    (6925, 6400)
+    """
+    if full_size <= start:
+        return start * num_steps
+    return num_steps * (full_size - start) / math.log(full_size / start)

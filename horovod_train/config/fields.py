@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+from horovod_train.config.duration import Duration
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
 """At most 63 letters, digits, dots, dashes and underscores, because names are used as labels and folders."""
@@ -53,8 +55,15 @@ def is_command(text: str) -> bool:
 Fraction = Annotated[float, Field(gt=0, le=1)]
 """Number greater than 0, at most 1."""
 
-Points = list[Annotated[list[Annotated[float, Field(ge=0, le=1e12)]], Field(min_length=2, max_length=2)]]
-"""List of [epoch, value]; both are not negative."""
+
+def _as_pair(value: object) -> object:
+    """Return a list as a tuple: YAML and JSON have lists only."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Point = Annotated[tuple[Duration, Annotated[float, Field(ge=0, le=1e12)]], BeforeValidator(_as_pair)]
+Points = list[Point]
+"""List of [position, value]; both are not negative."""
 
 HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
 """Name or IPv4 address of a host."""
@@ -98,6 +107,39 @@ Count = Annotated[int, Field(ge=1, le=2**53)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 
 
+def renamed(
+    values: object, old: str, new: str, convert: Callable[[object], object] = lambda value: value
+) -> object:
+    """Return the values of a section with a field of previous versions under its present name.
+
+    Raises:
+        ValueError: The section has both fields.
+
+    >>> renamed({"warmup_epochs": 5}, "warmup_epochs", "warmup")
+    {'warmup': 5}
+    """
+    if not isinstance(values, dict) or old not in values:
+        return values
+    taken = dict(values)
+    value = taken.pop(old)
+    if new in taken:
+        raise ValueError(f"{old} is {new} now, and both are there: leave {old} out")
+    return {**taken, new: convert(value)}
+
+
+def _durations_as_text(schema: dict[str, Any]) -> None:
+    """Write the default durations of a JSON schema as in a job description; pydantic writes their parts."""
+
+    def text(value: object) -> object:
+        if isinstance(value, list):
+            return [text(each) for each in value]
+        return str(Duration(**value)) if isinstance(value, dict) and "unit" in value else value
+
+    for field in schema.get("properties", {}).values():
+        if "default" in field:
+            field["default"] = text(field["default"])
+
+
 class Section(BaseModel):
     """Base class of all sections: frozen, strict, without unknown keys, with docstrings as descriptions."""
 
@@ -108,4 +150,5 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         validate_default=False,
+        json_schema_extra=_durations_as_text,
     )

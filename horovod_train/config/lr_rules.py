@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from horovod_train.config.duration import Duration
 from horovod_train.config.optimization import AUTO
 from horovod_train.config.schema import Job
 from horovod_train.errors import Problem
@@ -11,10 +12,10 @@ from horovod_train.registry import SCALINGS, SCHEDULES
 
 DECAY_FIELDS = {
     "constant": set[str](),
-    "step": {"milestones_epochs", "gamma"},
+    "step": {"milestones", "gamma"},
     "points": {"points"},
     "cosine": {"end_factor"},
-    "cosine_restarts": {"end_factor", "restart_epochs", "restart_factor"},
+    "cosine_restarts": {"end_factor", "first_cycle", "restart_factor"},
     "polynomial": {"end_factor", "power"},
     "inverse_sqrt": set(),
     "wsd": {"end_factor", "cooldown_fraction", "cooldown_shape"},
@@ -22,11 +23,11 @@ DECAY_FIELDS = {
     "plateau": {"plateau"},
 }
 REQUIRED_FIELDS = {
-    "step": ("milestones_epochs", "needs at least one milestone", "such as [30, 60]"),
+    "step": ("milestones", "needs at least one milestone", "such as [30, 60]"),
     "points": ("points", "needs at least one point", "such as [[0, 1.0], [30, 0.1]]"),
-    "cosine_restarts": ("restart_epochs", "needs the length of the first cycle", "such as 10"),
+    "cosine_restarts": ("first_cycle", "needs a length", "such as 10 epochs"),
     "plateau": ("plateau", "needs the metric", "such as {metric: loss, mode: min}"),
-    "inverse_sqrt": ("warmup_epochs", "needs a warm-up, whose length is its time scale", "such as 5"),
+    "inverse_sqrt": ("warmup", "needs a warm-up, whose length is its time scale", "such as 5 epochs"),
 }
 
 
@@ -42,7 +43,7 @@ def learning_rate_is_set_once(job: Job) -> Iterator[Problem]:
 
 
 def decay_has_its_fields(job: Job) -> Iterator[Problem]:
-    """Refuse fields of other decays and missing fields, and require increasing epochs."""
+    """Refuse fields of other decays, and missing fields."""
     lr = job.lr
     wanted = DECAY_FIELDS.get(lr.decay, set())
     every = set().union(*DECAY_FIELDS.values())
@@ -58,48 +59,63 @@ def decay_has_its_fields(job: Job) -> Iterator[Problem]:
         )
     if lr.decay in REQUIRED_FIELDS:
         field, why, example = REQUIRED_FIELDS[lr.decay]
-        if not getattr(lr, field):
-            yield Problem(f"lr.{field}", repr(getattr(lr, field)), f"decay: {lr.decay} {why}", example)
-    if lr.milestones_epochs != sorted(set(lr.milestones_epochs)):
-        yield Problem("lr.milestones_epochs", str(lr.milestones_epochs), "must be strictly increasing")
-    lists = {"lr.points": lr.points} | {
-        f"optimizer.schedules.{name}": points
-        for name, points in job.optimizer.schedules.items()
-        if isinstance(points, list)
-    }
-    for path, points in lists.items():
-        epochs = [point[0] for point in points]
-        if epochs != sorted(epochs) or (not points and path != "lr.points"):
-            yield Problem(path, str(points), "must be a list of [epoch, value] with increasing epochs")
+        if getattr(lr, field) in (None, [], Duration(0)):
+            yield Problem(f"lr.{field}", "", f"decay: {lr.decay} {why}", example)
+
+
+def positions_increase(job: Job) -> Iterator[Problem]:
+    """Require increasing positions in one unit, because units can be compared only when data are read."""
+    lists = {"lr.milestones": job.lr.milestones, "lr.points": [point[0] for point in job.lr.points]}
+    for name, points in job.optimizer.schedules.items():
+        path = f"optimizer.schedules.{name}"
+        if isinstance(points, list):
+            lists[path] = [point[0] for point in points]
+        if not points:
+            yield Problem(path, "[]", "must be a list of [position, value]")
+    for path, positions in lists.items():
+        found = ", ".join(map(str, positions))
+        if len({each.unit for each in positions if each.amount}) > 1:
+            yield Problem(path, found, "must have positions in one unit")
+            continue
+        amounts = [each.amount for each in positions]
+        if path == "lr.milestones" and len(set(amounts)) < len(amounts):
+            yield Problem(path, found, "must be strictly increasing")
+        elif amounts != sorted(amounts):
+            yield Problem(path, found, "must have increasing positions")
+
+
+def exceeded(duration: Duration, job: Job) -> str:
+    """Return the field that ends a job before a duration, with its value; empty: none, or not known."""
+    train = job.train
+    if duration.unit == "epochs" and duration.amount > train.most_epochs:
+        return f"train.epochs = {train.most_epochs}"
+    if duration.unit == "steps" and train.max_steps is not None and duration.amount > train.max_steps:
+        return f"train.max_steps = {train.max_steps}"
+    return ""
 
 
 def warmup_fits(job: Job) -> Iterator[Problem]:
     """Require that warm-up ends before training, and refuse what has no effect without warm-up."""
     lr = job.lr
-    epochs = job.train.most_epochs
-    if lr.warmup_epochs > epochs:
+    if limit := exceeded(lr.warmup, job):
+        yield Problem("lr.warmup", str(lr.warmup), f"must be at most {limit}")
+    if lr.scaling == "legw" and lr.warmup.amount == 0:
         yield Problem(
-            "lr.warmup_epochs",
-            f"{lr.warmup_epochs:g}",
-            f"must be at most train.epochs = {epochs}",
-        )
-    if lr.scaling == "legw" and lr.warmup_epochs == 0:
-        yield Problem(
-            "lr.warmup_epochs",
+            "lr.warmup",
             "0",
             "lr.scaling: legw lengthens the warm-up in proportion to the global batch, and there is none",
             "set the warm-up of the reference batch, or use lr.scaling: sqrt",
         )
-    if lr.warmup_start_lr is not None and lr.warmup_epochs == 0:
+    if lr.warmup_start_lr is not None and lr.warmup.amount == 0:
         yield Problem(
             "lr.warmup_start_lr",
             f"{lr.warmup_start_lr:g}",
-            "has no effect without lr.warmup_epochs",
+            "has no effect without lr.warmup",
         )
-    if lr.decay == "one_cycle" and lr.warmup_epochs:
+    if lr.decay == "one_cycle" and lr.warmup.amount:
         yield Problem(
-            "lr.warmup_epochs",
-            f"{lr.warmup_epochs:g}",
+            "lr.warmup",
+            str(lr.warmup),
             "decay: one_cycle contains the rise of the rate",
             "leave it out; set lr.rise_fraction",
         )
@@ -117,12 +133,9 @@ def global_batch_is_set_once(job: Job) -> Iterator[Problem]:
         )
     if train.batch_warmup is None:
         return
-    if train.batch_warmup.epochs > train.most_epochs:
-        yield Problem(
-            "train.batch_warmup.epochs",
-            f"{train.batch_warmup.epochs:g}",
-            f"must be at most train.epochs = {train.most_epochs}",
-        )
+    length = train.batch_warmup.length
+    if limit := exceeded(length, job):
+        yield Problem("train.batch_warmup.length", str(length), f"must be at most {limit}")
     for path, is_set in (
         ("lr.scaling", job.lr.scaling == "adam_sqrt"),
         ("lr.scale_weight_decay", job.lr.scale_weight_decay),
@@ -240,6 +253,7 @@ CODE_TABLES = {"lr.scaling": SCALINGS, "lr.decay": SCHEDULES}
 LR_RULES = (
     learning_rate_is_set_once,
     decay_has_its_fields,
+    positions_increase,
     warmup_fits,
     global_batch_is_set_once,
     scaling_is_known,

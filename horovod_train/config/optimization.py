@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
-from horovod_train.config.fields import Count, Fraction, ImportPath, Name, Points, Section
+from horovod_train.config.duration import Duration, Interval
+from horovod_train.config.fields import Count, Fraction, ImportPath, Name, Points, Section, renamed
 
 AUTO = "auto"
 """The scaling rule that suits the optimizer."""
@@ -33,9 +35,9 @@ class Optimizer(Section):
     """Keyword arguments of the optimizer, such as ``momentum: 0.9``."""
 
     schedules: dict[Name, Points | ImportPath] = {}
-    """Schedules of arguments, such as ``momentum: [[0, 0.85], [5, 0.95]]``: points (epoch, value) with linear
-    interpolation, or a function ``file.py:curve`` of the progress from 0 to 1. ``beta1`` and ``beta2`` are
-    the elements of ``betas``."""
+    """Schedules of arguments, such as ``momentum: [[0, 0.85], [5, 0.95]]``: points (position, value) with
+    linear interpolation, or a function ``file.py:curve`` of the progress from 0 to 1. ``beta1`` and ``beta2``
+    are the elements of ``betas``."""
 
     @property
     def scaling(self) -> str | None:
@@ -119,8 +121,8 @@ class LearningRate(Section):
     """Correct the momentum when the rate changes, for optimizers whose momentum contains the rate (SGD of
     Keras, TensorFlow and MXNet); that of PyTorch and JAX does not contain it."""
 
-    warmup_epochs: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Length of the linear ramp from the base rate (or ``warmup_start_lr``), in epochs."""
+    warmup: Duration = Duration(0)
+    """Length of the linear ramp from the base rate (or ``warmup_start_lr``)."""
 
     warmup_start_lr: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """Initial rate of the ramp; null: the smaller of base and peak rate."""
@@ -129,14 +131,14 @@ class LearningRate(Section):
     """Schedule after warm-up: constant, step, points, cosine, cosine_restarts, polynomial, inverse_sqrt, wsd,
     one_cycle, plateau, or a function ``file.py:curve`` of the progress from 0 to 1."""
 
-    milestones_epochs: list[Annotated[float, Field(gt=0, le=1e6)]] = []
-    """decay: step. Epochs at which the rate is multiplied by ``gamma``."""
+    milestones: list[Interval] = []
+    """decay: step. Positions at which the rate is multiplied by ``gamma``."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     """decay: step. Factor at each milestone."""
 
     points: Points = []
-    """decay: points. List of [epoch, factor of the peak rate], with linear interpolation."""
+    """decay: points. List of [position, factor of the peak rate], with linear interpolation."""
 
     power: Annotated[float, Field(gt=0, le=100)] = 1.0
     """decay: polynomial. Exponent."""
@@ -145,8 +147,8 @@ class LearningRate(Section):
     """decay: cosine, cosine_restarts, polynomial, wsd, one_cycle. Final rate as a fraction of the scaled
     rate."""
 
-    restart_epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """decay: cosine_restarts. Length of the first cycle, in epochs."""
+    first_cycle: Interval | None = None
+    """decay: cosine_restarts. Length of the first cycle."""
 
     restart_factor: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """decay: cosine_restarts. Length of a cycle, relative to the previous one."""
@@ -165,3 +167,39 @@ class LearningRate(Section):
 
     plateau: Plateau | None = None
     """decay: plateau. When, and by how much, the rate is reduced."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_they_were_called(cls, values: object) -> object:
+        """Rename fields of previous versions, which were numbers of epochs."""
+        for old, new in (
+            ("warmup_epochs", "warmup"),
+            ("milestones_epochs", "milestones"),
+            ("restart_epochs", "first_cycle"),
+        ):
+            values = renamed(values, old, new)
+        return values
+
+    @property
+    def durations(self) -> list[Duration]:
+        """All durations and positions of the schedule."""
+        positions = [position for position, _ in self.points]
+        return [self.warmup, *self.milestones, *positions, *([self.first_cycle] if self.first_cycle else [])]
+
+    def in_epochs(self, convert: Callable[[Duration], Duration]) -> LearningRate:
+        """Return the section with all durations converted."""
+        return self.model_copy(
+            update={
+                "warmup": convert(self.warmup),
+                "milestones": [convert(each) for each in self.milestones],
+                "points": points_in_epochs(self.points, convert),
+                "first_cycle": convert(self.first_cycle) if self.first_cycle else None,
+            }
+        )
+
+
+def points_in_epochs(
+    points: Sequence[tuple[Duration, float]], convert: Callable[[Duration], Duration]
+) -> list[tuple[Duration, float]]:
+    """Return the points of a schedule with converted positions."""
+    return [(convert(position), value) for position, value in points]

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
+from horovod_train.config.duration import Interval
+from horovod_train.config.evaluation import Checkpoint, Evaluation
 from horovod_train.config.fields import (
     Count,
     ImportPath,
@@ -17,6 +19,7 @@ from horovod_train.config.fields import (
     Seconds,
     Section,
     VariableName,
+    renamed,
 )
 from horovod_train.config.launch import Launch
 from horovod_train.config.optimization import AUTO, Ema, LearningRate, Optimizer
@@ -39,13 +42,19 @@ class Compile(Section):
 
 
 class BatchWarmup(Section):
-    """Growth of the global batch: linear in the epochs, from ``start`` to the global batch of the job."""
+    """Growth of the global batch: linear in the samples, from ``start`` to the global batch of the job."""
 
     start: Count
     """Samples per optimizer step at the start of training, over all ranks."""
 
-    epochs: Annotated[float, Field(gt=0, le=1e6)]
-    """Epochs after which the global batch has its full size."""
+    length: Interval
+    """Duration after which the global batch has its full size."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_it_was_called(cls, values: object) -> object:
+        """Rename ``epochs``, a field of previous versions."""
+        return renamed(values, "epochs", "length")
 
 
 class Train(Section):
@@ -131,17 +140,11 @@ class Train(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_it_was_called(cls, values: Any) -> Any:
+    def _as_it_was_called(cls, values: object) -> object:
         """Convert ``compile_backend``, a field of previous versions, to ``compile``."""
-        if not isinstance(values, dict) or "compile_backend" not in values:
-            return values
-        taken = dict(values)
-        backend = taken.pop("compile_backend")
-        if backend is None:
-            return taken
-        if taken.get("compile") is not None:
-            raise ValueError("compile_backend is compile.backend now, and both are there: leave one out")
-        return {**taken, "compile": {"backend": backend}}
+        return renamed(
+            values, "compile_backend", "compile", lambda name: None if name is None else {"backend": name}
+        )
 
 
 class Data(Section):
@@ -198,77 +201,12 @@ class Strategy(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_name_alone(cls, values: Any) -> Any:
+    def _a_name_alone(cls, values: object) -> object:
         """Convert a name to a section, and local-sgd, a previous name, to local_sgd."""
         taken = {"name": values} if isinstance(values, str) else values
         if isinstance(taken, dict) and taken.get("name") == "local-sgd":
             return {**taken, "name": "local_sgd"}
         return taken
-
-
-class EarlyStopping(Section):
-    """Stop training when an evaluation metric no longer improves."""
-
-    metric: Annotated[str, StringConstraints(min_length=1)]
-    """Name of an evaluation metric."""
-
-    mode: Literal["min", "max"]
-    """Whether smaller or larger is better."""
-
-    patience: Count = 3
-    """Number of evaluations without an improvement before all ranks stop."""
-
-    min_delta: Annotated[float, Field(ge=0, le=1e12)] = 0.0
-    """Smallest change that counts as an improvement."""
-
-
-class Evaluation(Section):
-    """Interval and batch size of evaluations, and early stopping."""
-
-    every_epochs: Count = 1
-    """Interval of evaluations, in epochs; the last epoch is always followed by an evaluation."""
-
-    batch_size_per_rank: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    """Samples per rank and step; null: as in training."""
-
-    early_stopping: EarlyStopping | None = None
-    """Early stopping; null: train all epochs."""
-
-
-class Best(Section):
-    """Criterion of the best checkpoint."""
-
-    metric: Annotated[str, StringConstraints(min_length=1)]
-    """Name of an evaluation metric."""
-
-    mode: Literal["min", "max"]
-    """Whether smaller or larger is better."""
-
-
-class Checkpoint(Section):
-    """Interval and folder of checkpoints, and whether to resume."""
-
-    dir: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Folder that all ranks can read (under sharded strategies, also write); null: ``checkpoints`` in the
-    folder of the job."""
-
-    every_epochs: Count | None = 1
-    """Interval of checkpoints, in epochs; null: only by steps. The end of training is always saved."""
-
-    every_steps: Count | None = None
-    """Additional interval of checkpoints, in optimizer steps; null: none."""
-
-    keep_last: Count = 3
-    """Number of newest checkpoints to retain."""
-
-    best: Best | None = None
-    """Criterion of a best checkpoint, which is also retained; null: none."""
-
-    resume: Literal["auto", "never", "required"] = "auto"
-    """auto: resume from the newest valid checkpoint, if any; required: fail if none; never: start over."""
-
-    background: bool = True
-    """Write checkpoints in the background."""
 
 
 class Tracking(Section):

@@ -269,8 +269,8 @@ class Bridge(Protocol):
         """Whether the next step must compute the gradient norm."""
 
     @property
-    def evaluates_next(self) -> bool:
-        """Whether an evaluation follows the current epoch."""
+    def evaluates_now(self) -> bool:
+        """Whether an evaluation follows the last step of an epoch, which was performed."""
 
     def begin(self) -> None:
         """Start training."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from horovod_train.config.duration import Duration
 from horovod_train.lr.policy import valid
 from horovod_train.lr.schedules.base import interpolated
 from horovod_train.registry import SCHEDULES, load_location
@@ -15,10 +16,11 @@ class ArgumentSchedules:
     """Values of an optimizer's arguments as functions of the progress.
 
     Args:
-        schedules: Points [epoch, value], or the location of a function of the progress from 0 to 1, by name.
+        schedules: Points (position in epochs, value), or the location of a function of the progress from 0
+            to 1, by name.
         total_epochs: Length of the whole job.
 
-    >>> ArgumentSchedules({"momentum": [[0, 0.5], [5, 1.0]]}, 10).at(2.5)
+    >>> ArgumentSchedules({"momentum": [(Duration(0), 0.5), (Duration(5), 1.0)]}, 10).at(2.5)
     {'momentum': 0.75}
     """
 
@@ -35,10 +37,10 @@ class ArgumentSchedules:
 
 
 def _curve(
-    name: str, given: str | Sequence[Sequence[float]], total_epochs: float
+    name: str, given: str | Sequence[tuple[Duration, float]], total_epochs: float
 ) -> Callable[[float], float]:
     if not isinstance(given, str):
-        return partial(interpolated, given)
+        return partial(interpolated, [(position.epochs, value) for position, value in given])
     curve = load_location(given, SCHEDULES)
 
     def at(epochs: float) -> float:

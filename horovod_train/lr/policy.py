@@ -8,7 +8,7 @@ global batch and the job's ``lr`` section. A job that resumes on another number 
     k      = global batch / reference batch
     peak   = base_lr * rule(k)                         the rule of lr.scaling (lr/scaling/)
 
-    e      = epochs passed, w = warm-up epochs (scaled by the rule), E = epochs of the whole job
+    e      = epochs passed, w = warm-up in epochs (scaled by the rule), E = epochs of the whole job
     e < w:   rate = start + (peak - start) * e / w     start = warmup_start_lr, or min(base_lr, peak)
     e >= w:  rate = peak * schedule(e)                 the schedule of lr.decay (lr/schedules/)
 
@@ -25,6 +25,7 @@ from functools import cached_property
 from numbers import Real
 
 from horovod_train.config.batches import batch_size_at
+from horovod_train.config.duration import Duration
 from horovod_train.config.optimization import LearningRate
 from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import batch_size_of_lr
@@ -45,7 +46,7 @@ class LearningRatePolicy:
     """Learning-rate policy of a job at one global batch size.
 
     Attributes:
-        section: The job's ``lr`` section.
+        section: The job's ``lr`` section. Rates can be computed when its durations are in epochs.
         global_batch_size: Samples per optimizer step, over all ranks; under adasum, those of one rank.
         total_epochs: Length of the whole job; under ``train.max_steps``, an upper limit until ``ending_at``.
         train: The job's ``train`` section, for the growth of the batch.
@@ -73,7 +74,30 @@ class LearningRatePolicy:
     @property
     def warmup_epochs(self) -> float:
         """Length of the warm-up, scaled by the rule."""
-        return self.section.warmup_epochs * self.scaled.warmup
+        return self.section.warmup.epochs * self.scaled.warmup
+
+    @property
+    def is_in_epochs(self) -> bool:
+        """Whether all durations are in epochs; others are converted when training begins."""
+        warmup = self.train.batch_warmup
+        durations = [*self.section.durations, *([warmup.length] if warmup else [])]
+        return all(each.unit == "epochs" for each in durations)
+
+    def in_epochs(self, convert: Callable[[Duration], Duration], train: Train) -> LearningRatePolicy:
+        """Return the policy with all durations in epochs.
+
+        A rule that lengthens the warm-up (legw) lengthens its epochs and samples: in steps, it is constant.
+
+        Args:
+            convert: Converts a duration.
+            train: The section ``train``, with a batch warm-up in epochs.
+        """
+        section = self.section.in_epochs(convert)
+        if self.section.warmup.unit == "steps":
+            section = section.model_copy(
+                update={"warmup": Duration(section.warmup.epochs / self.scaled.warmup)}
+            )
+        return replace(self, section=section, train=train)
 
     def at(self, epochs: float, *, gain: float | None = None, plateau_factor: float = 1.0) -> float:
         """Return the rate of a step.
@@ -102,7 +126,7 @@ class LearningRatePolicy:
         return replace(self, total_epochs=total_epochs)
 
     def check(self) -> None:
-        """Check the policy before training.
+        """Check the policy before training, if its durations are in epochs.
 
         Raises:
             UserError: The scaled warm-up is longer than the training or than the schedule permits, the batch
@@ -115,12 +139,14 @@ class LearningRatePolicy:
                 f"{self.global_batch_size}, to which the batch grows",
                 hint="use a smaller start, a larger train.global_batch_size, or leave train.batch_warmup out",
             )
+        if not self.is_in_epochs:
+            return  # checked when training begins
         if self.warmup_epochs > self.total_epochs:
             raise UserError(
-                f"lr.warmup_epochs: scaling {self.section.scaling} makes the warm-up "
+                f"lr.warmup: scaling {self.section.scaling} makes the warm-up "
                 f"{self.scaled.warmup:g} times as long at a global batch of {self.global_batch_size}: "
                 f"{self.warmup_epochs:g} epochs, and train.epochs is {self.total_epochs:g}",
-                hint="use fewer ranks, a shorter lr.warmup_epochs, more epochs, or another lr.scaling",
+                hint="use fewer ranks, a shorter lr.warmup, more epochs, or another lr.scaling",
             )
         if self.section.decay in BEGIN_AFTER_WARMUP and self.warmup_epochs > 0:
             position = Position(self.warmup_epochs, self.warmup_epochs, self.total_epochs)
@@ -164,8 +190,40 @@ def policy_of(job: Job, num_data_ranks: int) -> LearningRatePolicy:
     return LearningRatePolicy(job.lr, batch_size_of_lr(job, num_data_ranks), job.train.most_epochs, job.train)
 
 
+@dataclass(frozen=True)
+class EpochLength:
+    """Length of an epoch whose steps all have the same batch.
+
+    Attributes:
+        num_steps: Optimizer steps.
+        num_samples: Samples; None: unknown.
+
+    >>> EpochLength(100, 3200).in_epochs(Duration(250, "steps"))
+    Duration(amount=2.5, unit='epochs')
+    """
+
+    num_steps: float
+    num_samples: int | None
+
+    def in_epochs(self, duration: Duration) -> Duration:
+        """Return a duration in epochs.
+
+        Raises:
+            UserError: It is in samples, and the number of samples is not known.
+        """
+        if duration.unit == "epochs":
+            return duration
+        length = self.num_steps if duration.unit == "steps" else self.num_samples
+        if length is None:
+            raise UserError(
+                f"{duration}: the number of samples of an epoch is not known here",
+                hint="write it in epochs or steps",
+            )
+        return Duration(duration.amount / length)
+
+
 def policy_of_section(
-    section: LearningRate, global_batch_size: int, total_epochs: float
+    section: LearningRate, global_batch_size: int, total_epochs: float, length: EpochLength
 ) -> LearningRatePolicy:
     """Return a policy for a user's own loop, which has no measured inputs.
 
@@ -173,6 +231,7 @@ def policy_of_section(
         UserError: The section uses AdaScale or ``decay: plateau``.
     """
     policy = LearningRatePolicy(section, global_batch_size, total_epochs)
+    policy = policy.in_epochs(length.in_epochs, policy.train)
     if policy.scaled.follows_gain or section.decay == "plateau":
         raise UserError(
             "adascale and decay: plateau depend on measurements of a job, which this loop does not have",

@@ -181,7 +181,7 @@ def _sizes(batch: int) -> dict[str, Any]:
 
 
 def _trial(job: Job, folder: Path, name: str, settings: Mapping[str, Any]) -> Trial:
-    fields = {"name": name, "run_dir": str(folder), "checkpoint.dir": None, "checkpoint.every_epochs": 1}
+    fields = {"name": name, "run_dir": str(folder), "checkpoint.dir": None, "checkpoint.every": "1 epoch"}
     described = changed(job, {**fields, **settings}, name)
     return Trial.of(CRITICAL, described.launch.num_ranks or 1, described)
 
@@ -248,7 +248,7 @@ def batch_warmup(critical: Mapping[int, float], full: float) -> tuple[int, float
         full: Global batch after the warm-up.
 
     Returns:
-        Fields ``start`` and ``epochs`` of ``train.batch_warmup``; None: none is needed, or the batch is above
+        ``train.batch_warmup.start``, and its length in epochs; None: none is needed, or the batch is above
         the critical batch size at the last epoch.
 
     >>> batch_warmup({1: 32.0, 4: 64.0, 8: 160.0}, 128)
@@ -287,5 +287,5 @@ def critical_blocks(branches: Sequence[Mapping[str, float]]) -> Iterator[Block]:
         start, epochs = warmup
         yield Text(
             f"A batch that grows to {full:.0f} without exceeding it: train.batch_warmup: {{start: {start}, "
-            f"epochs: {epochs:.3g}}} with train.global_batch_size: {full:.0f}."
+            f"length: {epochs:.3g} epochs}} with train.global_batch_size: {full:.0f}."
         )

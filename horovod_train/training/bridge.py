@@ -56,9 +56,9 @@ class LoopBridge:
         return self.run.wants_norm
 
     @property
-    def evaluates_next(self) -> bool:
-        """Whether an evaluation follows the current epoch."""
-        return loop.evaluates_next(self.run)
+    def evaluates_now(self) -> bool:
+        """Whether an evaluation follows the last step of an epoch, which was performed."""
+        return loop.evaluates_now(self.run)
 
     def begin(self) -> None:
         """Start training."""

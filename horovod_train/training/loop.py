@@ -81,6 +81,8 @@ def begin(run: Run) -> None:
         raise UserError(
             f"{', '.join(wanted_metrics(run))}: the task has no evaluation data", hint="give it eval_data()"
         )
+    prepare_evaluations(run)
+    run.convert_durations()
     if not run.policy.scaled.follows_gain and not run.is_open_ended:
         run.policy = run.policy.ending_at(run.planned_end()[1])
         if run.world.rank == 0 and run.policy.warmup_epochs > run.policy.total_epochs:
@@ -92,6 +94,16 @@ def begin(run: Run) -> None:
             )
     for hook in run.hooks:
         hook.on_start(run)
+
+
+def prepare_evaluations(run: Run) -> None:
+    """Count the intervals of evaluations from the start of the training, if the job has another interval."""
+    progress = run.progress
+    if progress.evaluation.interval == str(run.job.evaluation.every):
+        return
+    run.note_passed_evaluation()
+    if run.is_epoch_complete and not progress.current_metrics:
+        progress.evaluation.number -= 1  # a checkpoint of the last step of an epoch, of a previous version
 
 
 def rest_of_epoch(run: Run) -> list[PlannedStep]:
@@ -171,11 +183,9 @@ def finish_epoch(run: Run) -> bool:
     """Complete an epoch: evaluate and apply early stopping, if due; return whether it was evaluated."""
     run.deliver_all()
     run.progress.finish_epoch()
-    evaluated = is_evaluation_due(run)
+    evaluated = run.is_evaluation_due or (run.is_done and run.eval_reader is not None)
     if evaluated:
-        evaluate_and_store(run)
-        apply_early_stopping(run)
-        reduce_on_plateau(run)
+        evaluate_and_follow(run)
     return evaluated
 
 
@@ -194,19 +204,18 @@ def end(run: Run) -> None:
         hook.on_end(run)
 
 
-def is_evaluation_due(run: Run) -> bool:
-    """Whether an evaluation follows the epoch that was just completed."""
-    if run.eval_reader is None:
-        return False
-    return run.is_done or run.progress.epoch % run.job.evaluation.every_epochs == 0
+def evaluates_now(run: Run) -> bool:
+    """Whether an evaluation follows the last step of an epoch, which was performed."""
+    ends = run.progress.epoch + 1 >= run.num_epochs
+    return run.is_epoch_complete and run.eval_reader is not None and (ends or run.is_evaluation_due)
 
 
-def evaluates_next(run: Run) -> bool:
-    """Whether an evaluation follows the current epoch, unless training stops earlier."""
-    if run.eval_reader is None:
-        return False
-    completed = run.progress.epoch + 1
-    return completed % run.job.evaluation.every_epochs == 0 or completed == run.num_epochs
+def evaluate_and_follow(run: Run) -> None:
+    """Evaluate, and apply the rules that depend on metrics."""
+    evaluate_and_store(run)
+    run.note_passed_evaluation()
+    apply_early_stopping(run)
+    reduce_on_plateau(run)
 
 
 def evaluate(run: Run) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from horovod_train.config.duration import Duration
 from horovod_train.errors import UserError
 from horovod_train.training.noise import NoiseMoments
 from horovod_train.training.plateau import PlateauState
@@ -18,6 +19,19 @@ class DataOrder:
     num_samples: int
     seed: int
     shuffle: bool
+
+
+@dataclass
+class PassedIntervals:
+    """How often an interval has passed.
+
+    Attributes:
+        interval: The interval, as text; empty: unknown, in checkpoints of previous versions.
+        number: How often it has passed.
+    """
+
+    interval: str = ""
+    number: int = 0
 
 
 @dataclass
@@ -37,6 +51,8 @@ class Progress:
         plateau: Reductions of the learning rate by ``lr.decay: plateau``.
         noise: Moments of the gradient noise, if they are measured.
         scaled_epochs: Scale-invariant progress under AdaScale; otherwise equal to ``epochs_passed``.
+        evaluation: The interval of evaluations, and how often it had passed at the last evaluation.
+        epochs_of_steps: Positions in steps, in epochs: one that has passed may belong to other ranks.
     """
 
     order: DataOrder
@@ -51,11 +67,19 @@ class Progress:
     plateau: PlateauState = field(default_factory=PlateauState)
     noise: NoiseMoments = field(default_factory=NoiseMoments)
     scaled_epochs: float = 0.0
+    evaluation: PassedIntervals = field(default_factory=PassedIntervals)
+    epochs_of_steps: dict[str, float] = field(default_factory=dict)
 
     @property
     def epochs_passed(self) -> float:
         """Epochs completed, with the fraction of the current one."""
         return self.epoch + self.cursor / self.order.num_samples
+
+    def num_passed(self, interval: Duration) -> int:
+        """Return how often an interval has passed since the start of the training."""
+        length = self.order.num_samples
+        num_samples = self.epoch * length + self.cursor
+        return interval.num_passed(step=self.step, num_samples=num_samples, samples_per_epoch=length)
 
     def advance(self, num_samples: int, scaled_epochs: float) -> None:
         """Count an optimizer step, its samples on all ranks, and its scale-invariant progress in epochs."""
@@ -96,7 +120,12 @@ class Progress:
                 + "; ".join(changed),
                 hint="restore these settings until the epoch is complete, or use another name",
             )
-        for name, kind in (("plateau", PlateauState), ("noise", NoiseMoments)):
+        for name, kind in (
+            ("plateau", PlateauState),
+            ("noise", NoiseMoments),
+            ("evaluation", PassedIntervals),
+            ("epochs_of_steps", dict),
+        ):
             found = fields.get(name)  # absent in checkpoints of former versions
             fields[name] = kind() if found is None else kind(**found)
         for name, value in fields.items():

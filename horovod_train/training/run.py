@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.batches import batch_size_at
-from horovod_train.config.schema import Job
+from horovod_train.config.batches import batch_size_at, samples_of_growth
+from horovod_train.config.duration import Duration
+from horovod_train.config.schema import Job, Train
 from horovod_train.data.shard import num_steps
 from horovod_train.frameworks.base import Reader, Replica
 from horovod_train.health.finite import FiniteGuard
@@ -18,7 +19,7 @@ from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.lr.scaling.adascale import gain
 from horovod_train.training.actions import Action
 from horovod_train.training.pending_steps import PendingSteps, StepReport
-from horovod_train.training.progress import Progress
+from horovod_train.training.progress import PassedIntervals, Progress
 
 if TYPE_CHECKING:
     from horovod_train.training.hooks.base import Hook
@@ -154,6 +155,56 @@ class Run:
         """Epochs that the job begins, if it is not stopped early."""
         return min(self.job.train.most_epochs, math.ceil(self.policy.total_epochs))
 
+    def in_epochs(self, duration: Duration) -> Duration:
+        """Return a duration or position in epochs.
+
+        The step of a number is that of the present ranks, if it is in the future; a position that has passed
+        remains where it was. Under AdaScale, steps are those of the reference batch.
+        """
+        num_samples, progress = self.progress.order.num_samples, self.progress
+        if duration.unit == "epochs":
+            return duration
+        if duration.unit == "samples":
+            return Duration(duration.amount / num_samples)
+        if self.policy.scaled.follows_gain:
+            return Duration(duration.amount * self.job.lr.reference_batch_size / num_samples)
+        step, known = int(duration.amount), progress.epochs_of_steps
+        if step > progress.step:
+            known[str(step)] = self._planned(step, math.inf)[1]
+        elif str(step) not in known:
+            known[str(step)] = progress.epochs_passed * step / max(1, progress.step)
+        return Duration(known[str(step)])
+
+    def batch_warmup_in_epochs(self) -> Train:
+        """Return the section ``train`` with a batch warm-up whose length is in epochs."""
+        train, warmup = self.job.train, self.job.train.batch_warmup
+        if warmup is None or warmup.length.unit == "epochs":
+            return train
+        num_samples = warmup.length.amount
+        if warmup.length.unit == "steps":
+            num_samples = samples_of_growth(warmup.start, self.global_batch_size, num_samples)
+        length = Duration(num_samples / self.progress.order.num_samples)
+        return train.model_copy(update={"batch_warmup": warmup.model_copy(update={"length": length})})
+
+    def convert_durations(self) -> None:
+        """Convert the durations of schedules to epochs, with the present ranks and the position."""
+        if not self.policy.is_in_epochs:
+            train = self.batch_warmup_in_epochs()
+            self.job = self.job.model_copy(update={"train": train})
+            self.policy = self.policy.in_epochs(self.in_epochs, train)
+
+    def note_passed_evaluation(self) -> None:
+        """Record that the evaluation which is due at this position was performed, or is not needed."""
+        every = self.job.evaluation.every
+        self.progress.evaluation = PassedIntervals(str(every), self.progress.num_passed(every))
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether the interval of evaluations has passed since the last one."""
+        if self.eval_reader is None:
+            return False
+        return self.progress.num_passed(self.job.evaluation.every) > self.progress.evaluation.number
+
     def planned_steps(self) -> int:
         """Return the step at which the job ends if it is not stopped early; 0: unknown."""
         if self.is_open_ended:
@@ -167,17 +218,21 @@ class Run:
 
     def planned_end(self) -> tuple[int, float]:
         """Return the step and the epochs at which ``train.epochs`` or ``train.max_steps`` end the job."""
-        train, num_samples, size = self.job.train, self.progress.order.num_samples, self.global_batch_size
+        train = self.job.train
+        return self._planned(math.inf if train.max_steps is None else train.max_steps, train.most_epochs)
+
+    def _planned(self, last: float, most_epochs: float) -> tuple[int, float]:
+        """Return the step and the epochs at which a number of steps or of epochs is complete."""
+        num_samples, size = self.progress.order.num_samples, self.global_batch_size
         step, epoch, cursor = self.progress.step, self.progress.epoch, self.progress.cursor
-        last = math.inf if train.max_steps is None else train.max_steps
         if cursor >= num_samples:  # a checkpoint of the last step of an epoch
             epoch, cursor = epoch + 1, 0
-        while epoch < train.most_epochs and step < last:
+        while epoch < most_epochs and step < last:
             count = 1
             size_now = self.batch_size_at(epoch + cursor / num_samples)
             if size_now == size:
                 count = int(min(num_steps(num_samples, cursor, size), last - step))
-                whole = int(min(train.most_epochs - epoch, (last - step) // count)) if cursor == 0 else 0
+                whole = int(min(most_epochs - epoch, (last - step) // count)) if cursor == 0 else 0
                 if whole > 1:
                     step, epoch = step + whole * count, epoch + whole
                     continue

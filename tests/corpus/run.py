@@ -88,7 +88,7 @@ def job_of(case: type, strategy: str, settings: Settings, num_ranks: int, folder
         "data": {"shuffle": False},
         "strategy": description,
         "metrics": {"enabled": False},
-        "checkpoint": {"every_epochs": None},
+        "checkpoint": {"every": None},
         "health": {"stall_warning_s": 10.0, "stall_shutdown_s": 20.0},
     }
     if strategy in LOOPS:
@@ -124,7 +124,7 @@ def seen(
         folder = Path(name)
         job = job_of(case, strategy, settings, num_ranks, folder)
         if is_killed:
-            job["checkpoint"] = {"every_steps": 2}
+            job["checkpoint"] = {"every": [1, "2 steps"]}
         (folder / "job.json").write_text(json.dumps(job))
 
         def act(rank: int) -> int:

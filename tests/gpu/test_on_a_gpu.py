@@ -217,7 +217,7 @@ def test_steps_by_graphs_train_what_others_train(tmp_path, num_ranks):
 def test_a_run_is_resumed_bit_for_bit(tmp_path, graph):
     fields = [
         "--set", "train.device=cuda", "--set", "train.deterministic=true", "--set", "launch.num_ranks=1",
-        "--set", "checkpoint.every_steps=7", "--set", f"train.cuda_graph={graph}",
+        "--set", "checkpoint.every=7 steps", "--set", f"train.cuda_graph={graph}",
     ]  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, limits in ((whole, [30]), (parts, [11, 30])):

@@ -13,7 +13,7 @@ TIMEOUT_S = 300
 
 def main(path, *server):
     api = ht.Client(*server) if server else ht
-    long = {"train.epochs": 500, "checkpoint.every_epochs": None}
+    long = {"train.epochs": 500, "checkpoint.every": None}
 
     job = api.submit(path, long, key="long")
     assert api.submit(path, long, key="long").id == job.id

@@ -19,7 +19,8 @@ from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.base import allgather_json
 from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.schema import Checkpoint, Job
+from horovod_train.config.evaluation import Checkpoint
+from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of
 from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.health.desync import check_replicas_identical

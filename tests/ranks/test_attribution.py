@@ -30,7 +30,7 @@ def slowed(folder, ranks, controller, steps, *, launch=None, **args):
         task_args=args,
         run_dir=str(folder / "runs"),
         train={"epochs": 10_000, "max_steps": steps, "batch_size_per_rank": 4},
-        checkpoint={"every_epochs": None},
+        checkpoint={"every": None},
         launch={"num_ranks": ranks, "controller": controller, "threads_per_rank": 1, **(launch or {})},
     )
 

@@ -158,7 +158,7 @@ def test_a_job_whose_time_is_over_saves_goes_on_in_another_and_ends_as_if_undist
     tmp_path, ask, job, name, dialect
 ):
     train = {"epochs": 6, "batch_size_per_rank": 4}
-    checkpoint = {"every_epochs": None, "keep_last": 1}
+    checkpoint = {"every": None, "keep_last": 1}
     parts = {"train": train, "checkpoint": checkpoint, **TORCH}
     ask("run", job(called="undisturbed", **parts), "--set", "task_args.pause_s=0.0")
     job_id = ask("submit", job(dialect.time_limit, **parts), "--set", "task_args.pause_s=1.3").stdout.strip()

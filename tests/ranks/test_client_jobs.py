@@ -82,7 +82,7 @@ def test_trackers_have_each_step_of_a_job_that_was_killed_and_resumed_once(descr
         monkeypatch.delenv(variable, raising=False)
     names = ("jsonl", "tensorboard", "mlflow", "wandb")
     described["metrics"]["trackers"] = [{"name": name} for name in names]
-    described["checkpoint"] = {"every_steps": 3}
+    described["checkpoint"] = {"every": [1, "3 steps"]}
     described["train"]["epochs"] = 60
     job = ht.submit(described)
     # MLflow is imported in the background, while ranks train.

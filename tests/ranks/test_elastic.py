@@ -30,7 +30,7 @@ def job(folder, hosts, launch, **sections):
         "task_args": {"notes": str(folder), "pause_s": 0.1, "num_samples": NUM_SAMPLES},
         "run_dir": str(folder / "runs"),
         "train": {"epochs": EPOCHS, "batch_size_per_rank": 4},
-        "checkpoint": {"every_epochs": None, "every_steps": 5},
+        "checkpoint": {"every": "5 steps"},
         **sections,
     }
     fixed = {"ssh": hosts.ssh, "host_timeout_s": 5, "env": {"PYTHONPATH": str(PLUGIN)}}

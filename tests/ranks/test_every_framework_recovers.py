@@ -55,7 +55,7 @@ def job(folder, name, framework, controller, kill_after=0, **train):
         optimizer={"name": "adam"},
         lr={"base_lr": LR, "scaling": "none"},
         metrics={"port": free_port(), "grad_norm_every_steps": 1},
-        checkpoint={"every_steps": 3, "every_epochs": None, "keep_last": 100},
+        checkpoint={"every": "3 steps", "keep_last": 100},
         launch={"num_ranks": RANKS, "controller": controller},
     )
 

@@ -102,7 +102,7 @@ def test_ranks_that_drift_apart_are_noticed(tmp_path):
 
 
 def test_ranks_that_have_drifted_apart_are_not_saved(tmp_path):
-    path = failing(tmp_path, "drift", 1, checkpoint={"every_steps": 2, "every_epochs": None})
+    path = failing(tmp_path, "drift", 1, checkpoint={"every": "2 steps"})
 
     done = cli("run", str(path), cwd=tmp_path, check=False)
 

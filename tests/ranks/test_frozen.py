@@ -28,7 +28,7 @@ def job(folder, framework, launch, **sections):
         task_args={"notes": str(folder), "pause_s": 0.05},
         run_dir=str(folder / "runs"),
         train={"epochs": 5000, "batch_size_per_rank": 4},
-        checkpoint={"every_epochs": None, "every_steps": 5},
+        checkpoint={"every": "5 steps"},
         health={"stall_warning_s": WARNING_S, "stall_shutdown_s": SHUTDOWN_S},
         launch=launch,
         **sections,

@@ -69,7 +69,7 @@ def slow(folder, hosts, nodes, **sections):
         **{
             "task": f"{PROGRAMS / 'quick_tasks.py'}:Noted",
             "train": {"epochs": 500, "batch_size_per_rank": 4},
-            "checkpoint": {"every_epochs": None},
+            "checkpoint": {"every": None},
             **sections,
         },
     )

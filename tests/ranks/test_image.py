@@ -105,7 +105,7 @@ def slow(**changes) -> Job:
         task=f"{PROGRAMS / 'tasks.py'}:Noted",
         task_args={"notes": "/data", "pause_s": 0.1},
         train={"epochs": 500, "batch_size_per_rank": 4},
-        checkpoint={"every_epochs": None},
+        checkpoint={"every": None},
         **changes,
     )
 

@@ -46,8 +46,8 @@ def trained(folder, strategy, limit_kib):
         task_args=TASK,
         train={**TRAIN, "epochs": 1, "max_steps": 2},
         optimizer={"name": "adamw"},
-        checkpoint={"every_epochs": None},
-        evaluation={"every_epochs": 9},
+        checkpoint={"every": None},
+        evaluation={"every": 9},
         strategy=strategy,
         launch={"num_ranks": RANKS, "controller": "gloo"},
     )

@@ -30,7 +30,7 @@ def running(tmp_path, request):
         run_dir=str(tmp_path / "runs"),
         train={"epochs": 1000, "batch_size_per_rank": BATCH},
         lr={"base_lr": 0.01, "reference_batch_size": BATCH},
-        checkpoint={"every_steps": 5},
+        checkpoint={"every": [1, "5 steps"]},
         metrics={"port": port, "grad_norm_every_steps": 1},
         launch={"num_ranks": RANKS},
     )

@@ -39,7 +39,7 @@ def job(folder, task="Noted", **sections):
             "run_dir": str(folder / "runs"),
             "train": {"epochs": 6, "batch_size_per_rank": 4},
             "optimizer": {"name": "adam"},
-            "checkpoint": {"every_steps": 5, "keep_last": 100},
+            "checkpoint": {"every": [1, "5 steps"], "keep_last": 100},
             "launch": launch,
             **sections,
         },

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.campaign]
 def trained(folder, strategy):
     """Train digits with AdaScale on two ranks; return its noise scales by step, and its summary."""
     settings = [
-        f"strategy={strategy}", "lr.scaling=adascale", "lr.warmup_epochs=0", "lr.decay=constant",
+        f"strategy={strategy}", "lr.scaling=adascale", "lr.warmup=0", "lr.decay=constant",
         "train.epochs=2", "metrics.noise_scale_every_steps=1", f"run_dir={folder / strategy}",
         "launch.threads_per_rank=1",
     ]  # fmt: skip

@@ -86,7 +86,7 @@ def preempted(tmp_path_factory):
             task_args={"notes": str(folder), "pause_s": 0.05},
             train={"epochs": 500, "batch_size_per_rank": 4},
             run_dir=str(folder / "runs"),
-            checkpoint={"every_epochs": None},
+            checkpoint={"every": None},
             launch={
                 "ssh": hosts.ssh,
                 "env": of_ranks,

@@ -70,7 +70,7 @@ def job(folder, name, launch, pause_s, framework="numpy", num_workers=1):
         strategy={"name": strategy or "allreduce", "args": STRATEGY_ARGS.get(strategy, {})},
         optimizer={"name": "adam"} if framework == "torch" else {"args": {"momentum": 0.9}},
         data={"num_workers": num_workers if framework == "torch" else 0},
-        checkpoint={"every_epochs": None, "keep_last": 100},
+        checkpoint={"every": None, "keep_last": 100},
         launch={**launch, "grace_s": 10},
     )
 
@@ -211,7 +211,7 @@ def test_in_every_framework(tmp_path, framework):
             train={"epochs": 6, "batch_size_per_rank": 4},
             optimizer={"name": "adam"},
             lr={"base_lr": 0.01, "scaling": "none"},
-            checkpoint={"every_epochs": None, "keep_last": 100},
+            checkpoint={"every": None, "keep_last": 100},
             launch={"num_ranks": 2},
         )
 

@@ -48,7 +48,7 @@ def watched(tmp_path_factory):
         name="watched",
         **fields,
         train={**train, "epochs": 100_000},
-        checkpoint={"every_steps": 25},
+        checkpoint={"every": [1, "25 steps"]},
         metrics={
             "port": free_port(), "grad_norm_every_steps": 1, "targets_dir": str(folder / "sd"),
             "device_peak_flops": 1e9,

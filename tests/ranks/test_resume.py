@@ -40,9 +40,9 @@ def job(
         run_dir=str(folder / "runs"),
         train={"epochs": EPOCHS, "batch_size_per_rank": 4, **train},
         optimizer={"torch": ADAMW, "numpy": {"args": {"momentum": 0.9}}}[framework],
-        lr={"base_lr": 0.01, "reference_batch_size": 4, "warmup_epochs": 1, "decay": "cosine"},
+        lr={"base_lr": 0.01, "reference_batch_size": 4, "warmup": 1, "decay": "cosine"},
         data={"num_workers": loaders if framework == "torch" else 0},
-        checkpoint={"every_steps": 3, "every_epochs": None, "keep_last": 100},
+        checkpoint={"every": "3 steps", "keep_last": 100},
         launch={"num_ranks": ranks, "controller": controller},
     )
     return path, notes

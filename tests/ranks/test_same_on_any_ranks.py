@@ -31,7 +31,7 @@ def trained(folder, num_ranks, num_workers=0, *, kind="transformer", strategy="a
         optimizer={"args": {"momentum": 0.9}},
         strategy=strategy,
         data={"num_workers": num_workers},
-        checkpoint={"every_steps": 5},
+        checkpoint={"every": [1, "5 steps"]},
         launch={"num_ranks": num_ranks, "threads_per_rank": 1},
     )  # fmt: skip
     done = cli("run", str(job), cwd=folder, check=not killed)

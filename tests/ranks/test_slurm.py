@@ -115,7 +115,7 @@ ALONE = pytest.mark.parametrize("mpi", ["openmpi5", "mpich5"])
 def alone(folder, **sections):
     """A job of PyTorch whose ranks are started by srun alone."""
     torch = {"task": f"{PROGRAMS / 'tasks.py'}:Noted", "task_args": {"notes": str(folder), "pause_s": 0.1}}
-    checkpoint = {"every_epochs": None, "keep_last": 1}
+    checkpoint = {"every": None, "keep_last": 1}
     slurm = {"mpi": "srun", **sections.pop("slurm", {})}
     return job(folder, "mpi", slurm=slurm, checkpoint=checkpoint, **{**torch, **sections})
 
@@ -245,7 +245,7 @@ def test_a_job_that_waits_in_the_queue_is_taken_out_of_it(tmp_path, ask, slurm):
 
 def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_if_undisturbed(tmp_path, ask, slurm):
     train = {"epochs": 12, "batch_size_per_rank": 4}
-    checkpoint = {"every_epochs": None, "keep_last": 1}
+    checkpoint = {"every": None, "keep_last": 1}
     path = slow(tmp_path, "mpi", train=train, checkpoint=checkpoint)
     reference = ask("run", str(path), "--set", "name=undisturbed", "--set", "task_args.pause_s=0.0")
     job_id = ask("submit", str(path)).stdout.strip()

@@ -44,8 +44,8 @@ def job(folder, name, strategy, kill="", controller="mpi", ranks=2, **more):
         run_dir=str(folder / "runs"),
         train={"epochs": 3, "batch_size_per_rank": 2, "accumulation_steps": 2, **more},
         optimizer={"name": "adamw", "args": {"weight_decay": 0.1}},
-        lr={"base_lr": 0.01, "reference_batch_size": 8, "warmup_epochs": 1, "decay": "cosine"},
-        checkpoint={"every_steps": 2, "every_epochs": None, "keep_last": 100},
+        lr={"base_lr": 0.01, "reference_batch_size": 8, "warmup": 1, "decay": "cosine"},
+        checkpoint={"every": "2 steps", "keep_last": 100},
         strategy=strategy,
         launch={"num_ranks": ranks, "controller": controller},
     )

@@ -28,7 +28,7 @@ def write(folder, task, **sections):
             "run_dir": str(folder / "runs"),
             "train": {"epochs": 2, "batch_size_per_rank": 4},
             "lr": {"base_lr": 0.01, "reference_batch_size": 4},
-            "checkpoint": {"every_steps": 5},
+            "checkpoint": {"every": [1, "5 steps"]},
             **sections,
         },
     )

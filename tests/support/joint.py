@@ -96,7 +96,7 @@ def learning_rate(section: dict[str, Any], global_batch: int, epochs: float) -> 
     """Linear scaling, a linear ramp, then half a cosine to zero at the end."""
     base = section["base_lr"]
     peak = base * global_batch / section["reference_batch_size"] if "decay" in section else base
-    warmup = section.get("warmup_epochs", 0)
+    warmup = section.get("warmup", 0)
     if epochs < warmup:
         return base + (peak - base) * epochs / warmup
     if "decay" not in section:

@@ -126,7 +126,7 @@ class TestResume:
 
         def rank(world, *, falls):
             framework, run = run_of(
-                world, fields_of(case), checkpoint={"every_steps": 4, "background": False}
+                world, fields_of(case), checkpoint={"every": [1, "4 steps"], "background": False}
             )
             manager = manager_of(tmp_path, run)
             try:

@@ -45,7 +45,8 @@ from horovod_train.checkpoint.schema import (
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 from horovod_train.checkpoint.writing import Content, Writing
 from horovod_train.collectives.base import SingleRank
-from horovod_train.config.schema import Checkpoint, Job
+from horovod_train.config.evaluation import Checkpoint
+from horovod_train.config.schema import Job
 from horovod_train.errors import CheckpointError, OperationalError
 from horovod_train.training.parts import changes_since, resume_from
 from horovod_train.training.progress import DataOrder, Progress

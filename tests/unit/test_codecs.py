@@ -260,7 +260,7 @@ class TestTraining:
                     raise RuntimeError("killed")
 
         def rank(world, hook=None, folder=tmp_path):
-            framework, run = run_of(world, fields, checkpoint={"every_steps": 3, "background": False})
+            framework, run = run_of(world, fields, checkpoint={"every": [1, "3 steps"], "background": False})
             manager = manager_of(folder, run)
             try:
                 resume(run, manager, framework, Told().reporter)

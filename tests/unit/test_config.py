@@ -25,7 +25,7 @@ VALID = {
     "task": "digits",
     "train": {"epochs": 3, "batch_size_per_rank": 8, "precision": "bf16"},
     "optimizer": {"name": "adamw", "args": {"betas": [0.9, 0.95]}},
-    "lr": {"base_lr": 0.1, "decay": "cosine", "warmup_epochs": 1},
+    "lr": {"base_lr": 0.1, "decay": "cosine", "warmup": 1},
     "launch": {"num_ranks": 2, "hosts": ["a:1", "b:1"], "network_interface": "eth0"},
 }
 
@@ -226,10 +226,10 @@ class TestProblems:
             ({"launch": {"launcher": "slurmm"}}, "launch.launcher"),
             ({"launch": {"hosts": ["a:1", "a:2"], "num_ranks": 2}}, "launch.hosts"),
             ({"launch": {"launcher": "local"}}, "launch.launcher"),
-            ({"lr": {"warmup_epochs": 4}}, "lr.warmup_epochs"),
-            ({"lr": {"warmup_epochs": 0, "warmup_start_lr": 0.1}}, "lr.warmup_start_lr"),
-            ({"lr": {"decay": "step", "milestones_epochs": []}}, "lr.milestones_epochs"),
-            ({"lr": {"decay": "step", "milestones_epochs": [2, 1]}}, "lr.milestones_epochs"),
+            ({"lr": {"warmup": 4}}, "lr.warmup"),
+            ({"lr": {"warmup": 0, "warmup_start_lr": 0.1}}, "lr.warmup_start_lr"),
+            ({"lr": {"decay": "step", "milestones": []}}, "lr.milestones"),
+            ({"lr": {"decay": "step", "milestones": [2, 1]}}, "lr.milestones"),
             ({"metrics": {"port": 65535}, "launch": {"hosts": [], "num_ranks": 2}}, "metrics.port"),
             ({"train": {"deterministic": True, "compile": {}}}, "train.compile.backend"),
             ({"health": {"stall_shutdown_s": 5}}, "health.stall_shutdown_s"),
@@ -275,7 +275,7 @@ class TestProblems:
         [
             {"metrics": {"port": 65534}, "launch": {"hosts": [], "num_ranks": 2}},
             {"metrics": {"port": 65532}, "launch": {"hosts": ["a:4", "b:1"], "num_ranks": 5}},
-            {"lr": {"warmup_epochs": 3}},
+            {"lr": {"warmup": 3}},
             {"launch": {"num_ranks": 2, "elastic": {"min_ranks": 2}}},
             {"launch": {"hosts": [], "num_ranks": None, "elastic": {"min_ranks": 1, "max_ranks": 1}}},
             {"launch": {"hosts": [], "num_ranks": 2, "elastic": {"min_ranks": 1}}},
@@ -555,5 +555,5 @@ class TestWhatTheVersionBeforeHas:
     def test_compile_backend_beside_compile_is_refused(self):
         train = {"compile_backend": "aot_eager", "compile": {"mode": "default"}}
 
-        with pytest.raises(ValueError, match="both are there: leave one out"):
+        with pytest.raises(ValueError, match="both are there: leave compile_backend out"):
             Job.model_validate({"name": "j", "task": "digits", "train": train})

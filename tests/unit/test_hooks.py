@@ -191,7 +191,7 @@ class TestCheckReplicasIdentical:
 class TestSaveCheckpoints:
     def saved(self, folder, size=1, before=(), identical_steps=1, **job):
         """Train on every rank with checkpoints; return the steps that were saved, and the runs."""
-        section = {"every_epochs": None, "keep_last": 100, **job.pop("checkpoint", {})}
+        section = {"every": None, "keep_last": 100, **job.pop("checkpoint", {})}
 
         def rank(world):
             run = made(world, checkpoint=section, **job)
@@ -211,10 +211,12 @@ class TestSaveCheckpoints:
         ("section", "steps"),
         [
             ({}, [15]),
-            ({"every_epochs": 1}, [5, 10, 15]),
-            ({"every_epochs": 2}, [10, 15]),
-            ({"every_steps": 4}, [4, 8, 12, 15]),
-            ({"every_steps": 5, "every_epochs": 1}, [5, 10, 15]),
+            ({"every": 1}, [5, 10, 15]),
+            ({"every": 2}, [10, 15]),
+            ({"every": "4 steps"}, [4, 8, 12, 15]),
+            ({"every": "12 samples"}, [6, 12, 15]),
+            ({"every": 0.5}, [3, 5, 8, 10, 13, 15]),
+            ({"every": [1, "5 steps"]}, [5, 10, 15]),
         ],
     )
     def test_saves_when_the_job_says_and_at_the_end(self, tmp_path, section, steps):
@@ -224,12 +226,12 @@ class TestSaveCheckpoints:
 
     def test_saves_when_replicas_are_identical(self, tmp_path):
         """Two epochs of five steps, identical after 3, 5, 6, 9, 10; due after 2, 4, 6, 8, 10."""
-        found, _ = self.saved(tmp_path, checkpoint={"every_steps": 2}, identical_steps=3)
+        found, _ = self.saved(tmp_path, checkpoint={"every": [1, "2 steps"]}, identical_steps=3)
 
         assert found == [3, 5, 6, 9, 10]
 
     def test_saves_where_training_stands(self, tmp_path):
-        _, (run,) = self.saved(tmp_path, checkpoint={"every_steps": 3})
+        _, (run,) = self.saved(tmp_path, checkpoint={"every": [1, "3 steps"]})
 
         (third, *_) = sorted(list_checkpoints(tmp_path), key=lambda found: found.step)
         content = read_checkpoint(third.path)
@@ -240,7 +242,7 @@ class TestSaveCheckpoints:
         assert run.progress.step == 10
 
     def test_keeps_metrics_only_of_the_weights_that_are_saved(self, tmp_path):
-        self.saved(tmp_path, checkpoint={"every_steps": 3, "every_epochs": 1})
+        self.saved(tmp_path, checkpoint={"every": [1, "3 steps"]})
 
         metrics = {c.step: read_manifest(c.path).summary["metrics"] for c in list_checkpoints(tmp_path)}
         assert {step for step, found in metrics.items() if found} == {5, 10}
@@ -268,7 +270,7 @@ class TestSaveCheckpoints:
         monkeypatch.setattr(Writing, "complete", write_slowly)
 
         steps, _ = self.saved(
-            tmp_path, before=[At(10, lambda run: is_at_the_end.set())], checkpoint={"every_steps": 9}
+            tmp_path, before=[At(10, lambda run: is_at_the_end.set())], checkpoint={"every": "9 steps"}
         )
 
         assert steps == [9, 10]
@@ -293,7 +295,7 @@ class TestSaveCheckpoints:
         def spoil(run):
             run.replica.params["slope"] = np.array(np.inf)
 
-        steps, (error,) = self.saved(tmp_path, before=[At(3, spoil)], checkpoint={"every_steps": 3})
+        steps, (error,) = self.saved(tmp_path, before=[At(3, spoil)], checkpoint={"every": [1, "3 steps"]})
 
         assert isinstance(error, NumericError)
         assert "step 3: weights are not finite, and are not saved" in str(error)
@@ -305,7 +307,7 @@ class TestSaveCheckpoints:
                 run.replica.params["slope"] = run.replica.params["slope"] + 1e-9
 
         steps, errors = self.saved(
-            tmp_path, size=3, before=[At(2, drift)], checkpoint={"every_steps": 1}, train={"epochs": 3}
+            tmp_path, size=3, before=[At(2, drift)], checkpoint={"every": [1, "1 step"]}, train={"epochs": 3}
         )
 
         assert steps == [1]
@@ -452,7 +454,7 @@ class TestLeaving:
 
     @pytest.mark.parametrize(("grace_s", "is_told"), [(1e-9, True), (30.0, False)])
     def test_a_grace_that_is_too_short_is_told_once_by_rank_0(self, tmp_path, grace_s, is_told):
-        section = {"every_steps": 1, "every_epochs": None, "background": False}
+        section = {"every": "1 step", "background": False}
         found = self.leaving(tmp_path, 2, asked_after=-1, grace_s=grace_s, checkpoint=section)
 
         texts = [[notice["text"] for notice in told.events("notice")] for _, told, _ in found]

@@ -33,9 +33,9 @@ def test_the_published_recipe_for_imagenet_in_one_hour_comes_out():
         [0, 2.5, 5, 29.99, 30, 60, 80],
         base_lr=0.1,
         reference_batch_size=256,
-        warmup_epochs=5,
+        warmup=5,
         decay="step",
-        milestones_epochs=[30, 60, 80],
+        milestones=[30, 60, 80],
         gamma=0.1,
     )
 
@@ -43,15 +43,15 @@ def test_the_published_recipe_for_imagenet_in_one_hour_comes_out():
 
 
 def test_warm_up_is_a_straight_line_from_the_base_rate():
-    assert rates(at=[0, 1, 2, 3, 4], warmup_epochs=4, **BASE) == pytest.approx([0.1, 0.275, 0.45, 0.625, 0.8])
+    assert rates(at=[0, 1, 2, 3, 4], warmup=4, **BASE) == pytest.approx([0.1, 0.275, 0.45, 0.625, 0.8])
 
 
 def test_warm_up_can_start_elsewhere():
-    assert rates(at=[0, 2], warmup_epochs=4, warmup_start_lr=0.0, **BASE) == pytest.approx([0.0, 0.4])
+    assert rates(at=[0, 2], warmup=4, warmup_start_lr=0.0, **BASE) == pytest.approx([0.0, 0.4])
 
 
 def test_a_batch_below_the_reference_never_exceeds_its_peak():
-    assert max(rates(8, at=[0, 1, 2, 3], warmup_epochs=2, **BASE)) == pytest.approx(0.025)
+    assert max(rates(8, at=[0, 1, 2, 3], warmup=2, **BASE)) == pytest.approx(0.025)
 
 
 def test_cosine_falls_along_half_a_wave():
@@ -61,14 +61,14 @@ def test_cosine_falls_along_half_a_wave():
 
 
 def test_polynomial_falls_with_its_power_from_the_end_of_warm_up():
-    found = rates(32, 12, [2, 7, 12], decay="polynomial", power=2.0, warmup_epochs=2, **BASE)
+    found = rates(32, 12, [2, 7, 12], decay="polynomial", power=2.0, warmup=2, **BASE)
 
     assert found == pytest.approx([0.1, 0.025, 0.0])
 
 
 @pytest.mark.parametrize("decay", ["constant", "cosine", "polynomial"])
 def test_a_job_of_warm_up_only_has_no_division_by_zero(decay):
-    assert all(math.isfinite(rate) for rate in rates(at=[0, 5, 10], warmup_epochs=10, decay=decay, **BASE))
+    assert all(math.isfinite(rate) for rate in rates(at=[0, 5, 10], warmup=10, decay=decay, **BASE))
 
 
 @given(
@@ -78,7 +78,7 @@ def test_a_job_of_warm_up_only_has_no_division_by_zero(decay):
     st.floats(0, 10),
 )
 def test_the_rate_stays_between_zero_and_peak_and_base(decay, warmup, batch, epochs):
-    section = LearningRate(decay=decay, warmup_epochs=warmup, **BASE)
+    section = LearningRate(decay=decay, warmup=warmup, **BASE)
     policy = LearningRatePolicy(section, batch, 10)
 
     assert 0 <= policy.at(epochs) <= max(policy.peak_lr, section.base_lr) * (1 + 1e-12)

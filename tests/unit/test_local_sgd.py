@@ -261,7 +261,7 @@ class TestResume:
 
         def rank(world, *, falls):
             framework, run = run_of(
-                world, locally(case, 3, **args), checkpoint={"every_steps": 2, "background": False}
+                world, locally(case, 3, **args), checkpoint={"every": [1, "2 steps"], "background": False}
             )
             manager = manager_of(tmp_path, run)
             try:

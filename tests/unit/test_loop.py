@@ -69,7 +69,7 @@ class TestSteps:
         assert order[:NUM_SAMPLES] != order[NUM_SAMPLES:]
 
     def test_have_the_rate_of_the_progress_before_them(self):
-        lr = {"base_lr": 0.1, "scaling": "none", "warmup_epochs": 1, "warmup_start_lr": 0.0}
+        lr = {"base_lr": 0.1, "scaling": "none", "warmup": 1, "warmup_start_lr": 0.0}
         (run,) = trained(lr=lr)
 
         rates = [report.lr for report in run.hooks[0].reports]
@@ -93,7 +93,7 @@ class TestSteps:
         assert moments(run)[-1] == "end"
 
     def test_behind_a_limit_within_the_warmup_are_reported(self, caplog):
-        trained(train={"max_steps": 3}, lr={"base_lr": 0.1, "scaling": "none", "warmup_epochs": 1})
+        trained(train={"max_steps": 3}, lr={"base_lr": 0.1, "scaling": "none", "warmup": 1})
 
         assert "does not reach its peak: the warm-up has 1 epochs, and train.max_steps ends" in caplog.text
 
@@ -182,7 +182,7 @@ class TestEvaluation:
         assert all(each == found[0] for each in found)
 
     def test_comes_after_each_so_many_epochs_and_after_the_last(self):
-        (run,) = trained(train={"epochs": 5}, evaluation={"every_epochs": 2})
+        (run,) = trained(train={"epochs": 5}, evaluation={"every": 2})
 
         ends = [moment for moment in moments(run) if str(moment).startswith("epoch")]
         assert ends == ["epoch 1", "epoch 2 evaluated", "epoch 3", "epoch 4 evaluated", "epoch 5 evaluated"]
@@ -295,10 +295,11 @@ class TestTheBridge:
         bridge.begin()
         seen = []
         while not bridge.is_done:
-            seen.append((bridge.epoch, bridge.evaluates_next))
+            epoch = bridge.epoch
             for step in bridge.rest_of_epoch():
                 lr, want_norm = bridge.lr, bridge.wants_norm
                 bridge.after_step(step, run.replica.step(step, lr, want_norm=want_norm), lr)
+            seen.append((epoch, bridge.evaluates_now))
             if not bridge.is_epoch_complete:
                 break
             seen.append(bridge.finish_epoch())
@@ -320,7 +321,7 @@ class TestTheBridge:
         assert seen[1] == {"loss": pytest.approx(seen[1]["loss"])}
 
     def test_knows_which_epochs_end_with_an_evaluation(self):
-        run = made(train={"epochs": 5}, evaluation={"every_epochs": 2})
+        run = made(train={"epochs": 5}, evaluation={"every": 2})
 
         seen = self.drive(run)
 
@@ -338,7 +339,9 @@ class TestTheBridge:
     def test_without_evaluation_data_expects_none(self):
         run = made(has_eval=False)
 
-        assert not LoopBridge(run).evaluates_next
+        run.progress.cursor = len(run.train_reader)
+
+        assert not LoopBridge(run).evaluates_now
 
 
 class TestThePlan:

@@ -76,7 +76,7 @@ class TestLateReadings:
             assert outstanding == [min(lag, step) for step in range(1, 11)]
 
     def test_are_all_there_before_a_save_a_comparison_of_epochs_and_the_end(self, tmp_path):
-        run = late(made(checkpoint={"every_steps": 4, "every_epochs": None}), 3)
+        run = late(made(checkpoint={"every": "4 steps"}), 3)
         manager = manager_of(tmp_path, run)
         known = {}
         save = manager.save
@@ -231,7 +231,7 @@ class TestReplicasThatDifferBetweenMeans:
 
 class TestGoBack:
     def run_of(self, folder, world, *hooks, lag=0, restored=lambda run: None):
-        run = late(made(world, checkpoint={"every_steps": 2, "every_epochs": None, "keep_last": 9}), lag)
+        run = late(made(world, checkpoint={"every": "2 steps", "keep_last": 9}), lag)
         manager = manager_of(folder, run)
         framework = Framework()
         resume(run, manager, framework, Told().reporter)
@@ -330,7 +330,7 @@ class TestAnswers:
             train(run)
 
     def test_are_kept_when_they_come_while_something_is_saved(self, tmp_path):
-        run = late(made(checkpoint={"every_steps": 4, "every_epochs": None}), NEVER)
+        run = late(made(checkpoint={"every": "4 steps"}), NEVER)
         manager = manager_of(tmp_path, run)
         run.hooks += [SaveCheckpoints(manager, Framework()), Answer("reading", 3, Stop(3, "enough"))]
         train(run)

@@ -33,6 +33,8 @@ def test_a_beginning_is_noted_as_one():
         "cursor": 0,
         "metrics": {},
         "metrics_step": -1,
+        "evaluation": {"interval": "", "number": 0},
+        "epochs_of_steps": {},
         "best_metric": None,
         "num_without_improvement": 0,
         "stopped_early": False,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from horovod_train.config.duration import Duration
 from horovod_train.config.load import load_job
 from horovod_train.errors import ConfigError
 
@@ -105,7 +106,8 @@ def test_a_field_that_is_left_out_has_the_default_of_the_page(tmp_path, path, de
 
     if default == "auto" and path == "lr.scaling":
         default = "linear"  # of the optimizer that is left out, too
-    assert (value if isinstance(value, str) else json.dumps(value)) == default
+    text = str(value) if isinstance(value, str | Duration) else json.dumps(value, default=str)
+    assert text == default
 
 
 def limits():

@@ -21,7 +21,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.optimizers import ArgumentScaling
 from horovod_train.frameworks.torch.state.optimizer import optimizer_over, set_rates
 from horovod_train.frameworks.torch.step.averaged_weights import averaging_of
-from horovod_train.lr.policy import LearningRatePolicy, policy_of_section
+from horovod_train.lr.policy import EpochLength, LearningRatePolicy, policy_of_section
 from horovod_train.training.loop import train
 
 TASK = "support.torch_threads:Task"
@@ -69,7 +69,7 @@ def test_the_average_of_weights_spans_the_same_samples_with_each_batch():
 
 def test_legw_has_the_same_number_of_warm_up_steps_on_every_batch():
     """Rate x sqrt(k), warm-up epochs x k (arXiv:1901.08256, section 3)."""
-    section = LearningRate(base_lr=0.1, scaling="legw", warmup_epochs=0.5, warmup_start_lr=0.0)
+    section = LearningRate(base_lr=0.1, scaling="legw", warmup=0.5, warmup_start_lr=0.0)
     for k in (1, 2, 4, 8):
         policy = LearningRatePolicy(section, 32 * k, 10)
         steps_per_epoch = 3200 / (32 * k)
@@ -80,7 +80,7 @@ def test_legw_has_the_same_number_of_warm_up_steps_on_every_batch():
 
 
 def test_legw_refuses_a_warm_up_that_is_longer_than_the_training():
-    section = LearningRate(scaling="legw", warmup_epochs=2.0)
+    section = LearningRate(scaling="legw", warmup=2.0)
     LearningRatePolicy(section, 32, 10).check()
 
     with pytest.raises(
@@ -92,12 +92,12 @@ def test_legw_refuses_a_warm_up_that_is_longer_than_the_training():
 @pytest.mark.parametrize(
     ("fields", "instead"),
     [
-        ({"decay": "step", "milestones_epochs": [4.0]}, "later first milestone"),
+        ({"decay": "step", "milestones": [4.0]}, "later first milestone"),
         ({"decay": "wsd", "cooldown_fraction": 0.7}, "smaller lr.cooldown_fraction"),
     ],
 )
 def test_a_decay_that_begins_within_the_scaled_warm_up_is_refused(fields, instead):
-    section = LearningRate(scaling="legw", warmup_epochs=2.0, **fields)
+    section = LearningRate(scaling="legw", warmup=2.0, **fields)
     LearningRatePolicy(section, 32, 10).check()
 
     with pytest.raises(UserError, match="reduces the rate before the warm-up of 4 epochs ends") as error:
@@ -106,7 +106,7 @@ def test_a_decay_that_begins_within_the_scaled_warm_up_is_refused(fields, instea
 
 
 def test_a_batch_warm_up_from_above_the_global_batch_is_refused():
-    train = Train(batch_warmup={"start": 64, "epochs": 2.0})
+    train = Train(batch_warmup={"start": 64, "length": 2.0})
     LearningRatePolicy(LearningRate(), 64, 10, train).check()
 
     with pytest.raises(UserError, match="start 64 is above the global batch of 32"):
@@ -312,7 +312,7 @@ class TestBatchWarmUp:
     FIELDS: ClassVar[dict[str, Any]] = {
         "name": "x", "task": TASK, "lr": {"base_lr": 0.1, "reference_batch_size": 4, "scaling": "sqrt"},
         "train": {"epochs": 3, "batch_size_per_rank": 12, "device": "cpu",
-                  "batch_warmup": {"start": 4, "epochs": 2.0}},
+                  "batch_warmup": {"start": 4, "length": 2.0}},
     }  # fmt: skip
 
     def steps(self, size, **more):
@@ -352,21 +352,22 @@ class TestBatchWarmUp:
         assert one == three
 
     def test_cannot_exceed_the_training(self):
-        train_section = {"epochs": 1, "batch_warmup": {"start": 4, "epochs": 2.0}}
+        train_section = {"epochs": 1, "batch_warmup": {"start": 4, "length": 2.0}}
         (problem,) = broken_rules(job(train=train_section))
 
-        assert problem.path == "train.batch_warmup.epochs"
+        assert problem.path == "train.batch_warmup.length"
 
     def test_that_starts_above_the_global_batch_has_no_effect(self):
-        section = Train(batch_warmup={"start": 64, "epochs": 2.0})
+        section = Train(batch_warmup={"start": 64, "length": 2.0})
 
         assert batch_size_at(section, 32, 0.0) == 32
 
 
 def test_a_users_own_loop_has_no_measured_rules():
     with pytest.raises(UserError, match="depend on measurements of a job"):
-        policy_of_section(LearningRate(scaling="adascale"), 32, 1)
-    assert policy_of_section(LearningRate(scaling="legw"), 32, 1).at(0.5) == 0.01
+        policy_of_section(LearningRate(scaling="adascale"), 32, 1, EpochLength(10, 320))
+    policy = policy_of_section(LearningRate(scaling="legw"), 32, 1, EpochLength(10, 320))
+    assert policy.at(0.5) == 0.01
 
 
 class TestGroupsOfTheTask:

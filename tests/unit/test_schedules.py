@@ -61,7 +61,7 @@ def test_warm_restarts_are_those_of_pytorch(factor):
             optimizer, T_0=10, T_mult=factor, eta_min=0.04
         )
     )
-    found = rates(decay="cosine_restarts", restart_epochs=1.0, restart_factor=factor, end_factor=0.1)
+    found = rates(decay="cosine_restarts", first_cycle=1.0, restart_factor=factor, end_factor=0.1)
 
     assert found == pytest.approx(expected, rel=1e-6)
 
@@ -70,7 +70,7 @@ def test_warm_restarts_are_those_of_pytorch(factor):
 @pytest.mark.parametrize("warmup", [0.0, 0.3])
 @pytest.mark.parametrize("factor", [1, 2, 3])
 def test_each_cycle_begins_with_the_whole_rate_also_at_fractions_of_epochs(restart, warmup, factor):
-    lr = LearningRate(decay="cosine_restarts", restart_epochs=restart, restart_factor=factor)
+    lr = LearningRate(decay="cosine_restarts", first_cycle=restart, restart_factor=factor)
     begin = 0.0
     for cycle in range(6):
         at = round((warmup + begin) * 1000) / 1000  # samples of an epoch of 1000
@@ -114,9 +114,7 @@ def test_a_metric_that_is_not_finite_is_no_improvement():
 
 
 def test_warm_up_stable_decay_has_three_phases():
-    found = rates(
-        epochs=10, num=10, warmup_epochs=2.0, decay="wsd", cooldown_fraction=0.3, warmup_start_lr=0.0
-    )
+    found = rates(epochs=10, num=10, warmup=2.0, decay="wsd", cooldown_fraction=0.3, warmup_start_lr=0.0)
     fall = [0.4 * (1 - math.sqrt(x / 3)) for x in range(3)]
 
     assert found == pytest.approx([0, 0.2, *[0.4] * 5, *fall])
@@ -124,7 +122,7 @@ def test_warm_up_stable_decay_has_three_phases():
 
 def test_the_inverse_square_root_is_that_of_the_transformer():
     """d^-0.5 min(n^-0.5, n w^-1.5), arXiv:1706.03762, equation 3, relative to its maximum at n = w."""
-    found = rates(epochs=10, num=10, warmup_epochs=4.0, decay="inverse_sqrt", warmup_start_lr=0.0)
+    found = rates(epochs=10, num=10, warmup=4.0, decay="inverse_sqrt", warmup_start_lr=0.0)
     expected = [0.4 * min(n**-0.5, n * 4**-1.5) * 4**0.5 if n else 0.0 for n in range(10)]
 
     assert found == pytest.approx(expected)
@@ -141,9 +139,9 @@ def test_points_are_joined_by_lines():
     [
         {"decay": "wsd"},
         {"decay": "one_cycle"},
-        {"decay": "cosine_restarts", "restart_epochs": 3.0},
+        {"decay": "cosine_restarts", "first_cycle": 3.0},
         {"decay": "points", "points": [[0, 1.0], [10, 0.0]]},
-        {"decay": "inverse_sqrt", "warmup_epochs": 1.0},
+        {"decay": "inverse_sqrt", "warmup": 1.0},
         {"decay": "plateau", "plateau": {"metric": "loss", "mode": "min"}},
     ],
 )
@@ -154,7 +152,7 @@ def test_every_schedule_follows_the_scaling_rule(fields, scaling):
     alone = rates(**fields, scaling=scaling)
     together = rates(**fields, scaling=scaling, batch=128)
 
-    after_warmup = int(100 * fields.get("warmup_epochs", 0) / 10)
+    after_warmup = int(100 * fields.get("warmup", 0) / 10)
     assert together[after_warmup:] == pytest.approx([factor * rate for rate in alone[after_warmup:]])
 
 
@@ -306,14 +304,14 @@ def test_the_plan_draws_what_is_scheduled():
             "name": "x", "task": "digits", "lr": {"scaling": "adascale", "decay": "plateau",
             "plateau": {"metric": "loss", "mode": "min"}},
             "optimizer": {"schedules": {"momentum": [[0, 0.5]]}},
-            "train": {"epochs": 3, "batch_warmup": {"start": 8, "epochs": 1.0}},
+            "train": {"epochs": 3, "batch_warmup": {"start": 8, "length": 1.0}},
         }
     )  # fmt: skip
     text = "\n".join(charts(job, 4))
 
     assert "AdaScale multiplies the base rate" in text
     assert "without reductions on a plateau" in text
-    assert "the batch grows from 8 samples during 1 epochs" in text
+    assert "the batch grows from 8 samples during 1 epoch" in text
     assert "# optimizer.schedules.momentum" in text
     assert "0.04 |████" in text
     assert "0.5 |████" in text

@@ -449,7 +449,7 @@ class TestAdvice:
         )
 
     def test_is_empty_for_another_problem(self, tmp_path):
-        assert not self.advice(tmp_path, digits("train.epochs=3", "lr.warmup_epochs=0"), 8)
+        assert not self.advice(tmp_path, digits("train.epochs=3", "lr.warmup=0"), 8)
 
     def test_counts_the_batch_and_not_the_ranks(self, tmp_path):
         assert self.advice(tmp_path, digits("train.batch_size_per_rank=128"), 2)
@@ -638,7 +638,7 @@ class TestTheCriticalBatch:
     def test_branches_must_fit_in_the_training(self):
         for settings, message in (
             (["train.max_steps=10"], "train.max_steps may end the training"),
-            (["train.epochs=1", "lr.warmup_epochs=0"], "the job has one epoch"),
+            (["train.epochs=1", "lr.warmup=0"], "the job has one epoch"),
         ):
             with pytest.raises(UserError, match=message):
                 Branching((1,)).check(digits(*settings))

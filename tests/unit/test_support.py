@@ -30,7 +30,7 @@ OTHER_VALUES = {
     "lr.scaling": "adascale",
     "metrics.noise_scale_every_steps": 10,
     "optimizer.schedules": {"momentum": [[0, 0.9]]},
-    "train.batch_warmup": {"start": 8, "epochs": 1.0},
+    "train.batch_warmup": {"start": 8, "length": 1.0},
     "train.randomness": "sample",
     "health.non_finite": "skip",
     "train.precision": "bf16",

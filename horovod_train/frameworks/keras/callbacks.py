@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
@@ -10,7 +11,7 @@ from horovod_train.collectives.base import Communicator, mean_over_ranks
 from horovod_train.config.optimization import LearningRate
 from horovod_train.frameworks import arrays, variables
 from horovod_train.frameworks.keras.back_ends.base import back_end
-from horovod_train.lr.policy import LearningRatePolicy, policy_of_section
+from horovod_train.lr.policy import EpochLength, LearningRatePolicy, policy_of_section
 
 Logs = dict[str, Any]
 """Metrics by name; callbacks may replace them."""
@@ -108,7 +109,8 @@ class ScaledLearningRate(keras.callbacks.Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Create the policy from the global batch size."""
         global_batch_size = self._batch_size_per_rank * self._num_micro_steps() * self._world.size
-        self._policy = policy_of_section(self._section, global_batch_size, self._epochs)
+        length = EpochLength((self.params["steps"] or math.inf) / self._num_micro_steps(), None)
+        self._policy = policy_of_section(self._section, global_batch_size, self._epochs, length)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Record the epoch."""

@@ -250,6 +250,8 @@ class _StepTimer(keras.callbacks.Callback):
         )
         assert self._lr is not None
         self._bridge.after_step(step, outcome, self._lr)
+        if self._bridge.is_done and not self._bridge.is_epoch_complete:
+            self.model.stop_training = True
         self._clock = StepClock()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import keras
@@ -46,6 +47,25 @@ class KerasReplica(SavesCallbacks, VariablesReplica):
 
         The internal sums of the metrics are summed over ranks: the result of any Keras metric is exact.
         """
+        with self._kept_training():
+            return self._evaluate(batches)
+
+    @contextmanager
+    def _kept_training(self) -> Iterator[None]:
+        """Keep the metrics and the mode of an epoch of ``fit``, within which the block evaluates."""
+        self.fetch_variables()
+        metrics = [(each, keras.ops.convert_to_numpy(each)) for each in self.model.metrics_variables]
+        stops = self.model.stop_training
+        yield
+        self.fetch_variables()
+        for variable, value in metrics:
+            variable.assign(value)
+        self.model.stop_training = stops
+        back_end().set_training(self.model)
+
+    def _evaluate(
+        self, batches: Iterable[tuple[MicroBatch, Sequence[object]]]
+    ) -> dict[str, tuple[float, int]]:
         self.model.reset_metrics()
         found = iter(batches)
         first = next(found, None)

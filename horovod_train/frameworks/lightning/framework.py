@@ -52,6 +52,9 @@ from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrate
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 from horovod_train.frameworks.trainer_replica import TrainerReplica
 
+NEVER = 2**60
+"""An interval of validation by Lightning itself: the job validates."""
+
 
 class LightningFramework(TorchBased):
     """Lightning, for one job in one process."""
@@ -131,13 +134,26 @@ class LightningFramework(TorchBased):
                 accumulate_grad_batches=self._job.train.accumulation_steps,
                 gradient_clip_val=self._job.train.clip_grad_norm,
                 reload_dataloaders_every_n_epochs=1,
+                check_val_every_n_epoch=NEVER,
                 callbacks=[timer, *self._callbacks, ends],
             )
             # Users' modules read current_epoch, also after a resume.
             trainer.fit_loop.epoch_progress.current.processed = bridge.epoch
             has_eval = self._eval_reader is not None
+            self._replica.evaluate_now = lambda: self._validate_within(trainer)
             trainer.fit(self._replica.model, source, self._eval_batches() if has_eval else None)
+            self._replica.evaluate_now = self._evaluate
         bridge.end()
+
+    def _validate_within(self, trainer: lightning.Trainer) -> dict[str, float]:
+        """Return the metrics that ``validation_step`` logs, during ``fit``, as Lightning itself validates."""
+        loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector  # noqa: SLF001
+        first_iteration, trainer.validating = connector._first_loop_iter, True  # noqa: SLF001
+        loop.val_loop.run()
+        trainer.training, connector._first_loop_iter = True, first_iteration  # noqa: SLF001
+        assert self._replica.metrics is not None  # set when validation has ended
+        found, self._replica.metrics = self._replica.metrics, None
+        return found
 
     def _strategy(self) -> HorovodStrategy:
         allreduce = self._job.allreduce
@@ -273,10 +289,6 @@ class _StepTimer(lightning.Callback):
                 hint="make layers in __init__() of the module, or in the task's model()",
             )
 
-    def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        """Enable validation after the epoch, if an evaluation is due."""
-        trainer.check_val_every_n_epoch = 1 if self._bridge.evaluates_next else 2**60
-
     def on_train_batch_start(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, batch: object, batch_idx: int
     ) -> None:
@@ -320,8 +332,8 @@ class _StepTimer(lightning.Callback):
         """Record the end of the update; a step's time does not include later callbacks."""
         self._clock.lap("optimizer")
 
-    def end_step(self, batch_idx: int) -> None:
-        """Report a step after its last micro-batch."""
+    def end_step(self, trainer: lightning.Trainer, batch_idx: int) -> None:
+        """Report a step after its last micro-batch; evaluate, if due."""
         number, place = divmod(batch_idx, self._source.accumulation_steps)
         if place < self._source.accumulation_steps - 1:
             return
@@ -336,6 +348,10 @@ class _StepTimer(lightning.Callback):
         }
         outcome = self._replica.outcome_of(numbers, self._clock, self._strategy.gradients)
         self._bridge.after_step(self._source.steps[number], outcome, self._lr)
+        if self._bridge.evaluates_now:
+            self._replica.metrics = self._replica.evaluate_now()  # before callbacks see the end of the epoch
+        elif self._bridge.is_done:
+            trainer.should_stop = True
         self._begin_step()  # a step's time does not include the bridge
 
     def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
@@ -385,7 +401,7 @@ class _StepReporter(lightning.Callback):
         batch_idx: int,
     ) -> None:
         """Report a step after its last micro-batch."""
-        self._timer.end_step(batch_idx)
+        self._timer.end_step(trainer, batch_idx)
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Report the end of an epoch."""

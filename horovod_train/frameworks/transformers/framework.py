@@ -318,8 +318,8 @@ class _StepTimer(TrainerCallback):
         if self._has_others:
             self._bridge.before_on_train_end()
 
-    def end_step(self) -> None:
-        """Report a completed step."""
+    def end_step(self, control: TrainerControl) -> None:
+        """Report a completed step; stop, if an evaluation has ended training."""
         trainer, source = self._trainer, self._trainer.source
         assert trainer.gradients is not None
         numbers = {
@@ -333,6 +333,8 @@ class _StepTimer(TrainerCallback):
         source.number += 1
         self._bridge.after_step(step, outcome, self._lr)
         trainer.begin_step()  # a step's time does not include the bridge
+        if self._bridge.is_done and not self._bridge.is_epoch_complete:
+            control.should_training_stop = control.should_epoch_stop = True
 
     def end_epoch(self, control: TrainerControl) -> None:
         """Report the end of an epoch, if it is complete; otherwise, stop training."""
@@ -363,7 +365,7 @@ class _StepReporter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Report a completed step."""
-        self._timer.end_step()
+        self._timer.end_step(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

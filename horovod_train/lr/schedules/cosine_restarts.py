@@ -18,11 +18,11 @@ ROUNDING = 1e-9
 def factor(position: Position, lr: LearningRate) -> float:
     """Return the cosine curve of the current cycle; the first cycle begins at the end of warm-up.
 
-    >>> lr = LearningRate(decay="cosine_restarts", restart_epochs=2, restart_factor=2)
+    >>> lr = LearningRate(decay="cosine_restarts", first_cycle=2, restart_factor=2)
     >>> [round(factor(Position(epochs, 0, 6), lr), 3) for epochs in (0, 1, 2, 4)]
     [1.0, 0.5, 1.0, 0.5]
     """
-    length = lr.restart_epochs or position.total_epochs
+    length = lr.first_cycle.epochs if lr.first_cycle else position.total_epochs
     at = max(0.0, position.epochs - position.warmup_epochs)
     if lr.restart_factor == 1:
         at -= math.floor(at / length + ROUNDING) * length

@@ -14,7 +14,7 @@ from horovod_train.lr.schedules.base import Position
 def factor(position: Position, lr: LearningRate) -> float:
     """Return sqrt(w / e), with the length w of warm-up and the epochs e passed.
 
-    >>> factor(Position(8, 2, 10), LearningRate(decay="inverse_sqrt", warmup_epochs=2))
+    >>> factor(Position(8, 2, 10), LearningRate(decay="inverse_sqrt", warmup=2))
     0.5
     """
     del lr

@@ -1,4 +1,4 @@
-"""Points: a list of [epoch, factor], with linear interpolation."""
+"""Points: a list of [position, factor], with linear interpolation."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ def factor(position: Position, lr: LearningRate) -> float:
     >>> factor(Position(15, 0, 30), LearningRate(decay="points", points=[[10, 1.0], [20, 0.0]]))
     0.5
     """
-    return interpolated(lr.points, position.epochs)
+    return interpolated([(at.epochs, value) for at, value in lr.points], position.epochs)

@@ -9,7 +9,7 @@ from horovod_train.lr.schedules.base import Position
 def factor(position: Position, lr: LearningRate) -> float:
     """Return gamma ** (number of milestones passed).
 
-    >>> factor(Position(60, 5, 90), LearningRate(decay="step", milestones_epochs=[30, 60], gamma=0.5))
+    >>> factor(Position(60, 5, 90), LearningRate(decay="step", milestones=[30, 60], gamma=0.5))
     0.25
     """
-    return float(lr.gamma ** sum(milestone <= position.epochs for milestone in lr.milestones_epochs))
+    return float(lr.gamma ** sum(milestone.epochs <= position.epochs for milestone in lr.milestones))

@@ -16,7 +16,7 @@ class SaveCheckpoints(Hook):
     def __init__(self, manager: CheckpointManager, framework: Framework) -> None:
         self._manager = manager
         self._framework = framework
-        self._is_due = False
+        self._passed: list[int] = []
 
     @classmethod
     def of(cls, parts: HookParts) -> SaveCheckpoints:
@@ -25,19 +25,32 @@ class SaveCheckpoints(Hook):
         assert parts.framework is not None
         return cls(parts.manager, parts.framework)
 
+    def on_start(self, run: Run) -> None:
+        """Count intervals from the start of the training."""
+        self._passed = self._passed_now(run)
+
     def on_step(self, run: Run) -> None:
-        """Save every ``checkpoint.every_steps`` steps, as soon as replicas are identical."""
-        every = run.job.checkpoint.every_steps
-        self._is_due = self._is_due or bool(every and run.progress.step % every == 0)
-        if self._is_due and run.replica.replicas_identical:
-            self._is_due = False
-            save(run, self._manager, self._framework)
+        """Save after steps within an epoch, as soon as replicas are identical."""
+        if self._is_due(run) and not run.is_epoch_complete and run.replica.replicas_identical:
+            self._save(run)
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
-        """Save every ``checkpoint.every_epochs`` epochs; ``on_end`` saves after the last one."""
-        every = run.job.checkpoint.every_epochs
-        if every and run.progress.epoch % every == 0 and not run.is_done:
-            save(run, self._manager, self._framework)
+        """Save after an evaluation at the end of an epoch; ``on_end`` saves after the last one."""
+        if self._is_due(run) and not run.is_done:
+            self._save(run)
+
+    def _is_due(self, run: Run) -> bool:
+        now = self._passed_now(run)
+        if any(new < old for new, old in zip(now, self._passed, strict=True)):
+            self._passed = now  # a checkpoint was restored
+        return now != self._passed
+
+    def _passed_now(self, run: Run) -> list[int]:
+        return [run.progress.num_passed(interval) for interval in run.job.checkpoint.every]
+
+    def _save(self, run: Run) -> None:
+        self._passed = self._passed_now(run)
+        save(run, self._manager, self._framework)
 
     def on_end(self, run: Run) -> None:
         """Save the final checkpoint, and wait until it is on disk."""

@@ -111,9 +111,17 @@ class ReportProgress(Hook):
                 )
             )
 
+    def on_step(self, run: Run) -> None:
+        """Report that an evaluation within an epoch has stopped training."""
+        if not run.is_epoch_complete:
+            self._report_early_stop(run)
+
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
-        """Report that training stops early."""
-        if evaluated and run.world.rank == 0 and run.progress.stopped_early:
+        """Report that the evaluation of an epoch has stopped training."""
+        self._report_early_stop(run)
+
+    def _report_early_stop(self, run: Run) -> None:
+        if run.world.rank == 0 and run.progress.stopped_early and run.progress.current_metrics:
             rule = run.job.evaluation.early_stopping
             assert rule is not None
             text = f"stopping early: {rule.metric} did not improve in {rule.patience} evaluations"

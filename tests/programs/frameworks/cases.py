@@ -62,7 +62,7 @@ CASES = (
     Case("accumulation, clipping", accumulation=3, clip=0.3),
     Case(
         "warm-up, linear scaling, cosine decay",
-        lr={"base_lr": 0.01, "reference_batch_size": 4, "warmup_epochs": 1.5, "decay": "cosine"},
+        lr={"base_lr": 0.01, "reference_batch_size": 4, "warmup": 1.5, "decay": "cosine"},
     ),
     Case("bf16", precision="bf16", tolerance=4e-3),
     # More samples: one alone in a batch is enough to overflow at the first scales.

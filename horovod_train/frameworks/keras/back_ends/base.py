@@ -69,6 +69,9 @@ class BackEnd:
     def sync_variables(self, model: keras.Model) -> None:
         """Update a model's variables, if ``fit`` stores their values elsewhere during an epoch."""
 
+    def set_training(self, model: keras.Model) -> None:
+        """Set the mode of training again after an evaluation within ``fit``, if the back end has modes."""
+
     def clear(self, totals: Sequence[keras.Variable]) -> None:
         """Set accumulated gradients to zero, if Keras does not do so exactly."""
 

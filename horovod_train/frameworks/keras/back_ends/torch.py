@@ -47,6 +47,10 @@ class TorchBackEnd(BackEnd):
         for total in totals:
             total.value.zero_()
 
+    def set_training(self, model: keras.Model) -> None:
+        """Set the mode of training."""
+        model.train()
+
     def generators(self) -> dict[str, Any]:
         """Return the state of PyTorch's generators."""
         states = {"cpu": torch.get_rng_state().numpy()}

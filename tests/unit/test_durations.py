@@ -1,0 +1,288 @@
+"""Durations in epochs, steps and samples: schedules, evaluations and checkpoints, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support.training import Task, made
+from support.worlds import on_ranks
+
+from horovod_train.cli.plan import charts
+from horovod_train.config.batches import batch_size_at, samples_of_growth
+from horovod_train.config.duration import Duration
+from horovod_train.config.load import job_from
+from horovod_train.config.schema import Job, Train
+from horovod_train.errors import ConfigError
+from horovod_train.training.hooks.base import Hook
+from horovod_train.training.hooks.evaluation import EvaluateWithinEpoch
+from horovod_train.training.loop import begin, train
+
+
+def job_of(**fields):
+    return job_from({"name": "j", "task": "digits", **fields}, None, "job.yaml", environ={})
+
+
+def refused(**fields):
+    with pytest.raises(ConfigError) as raised:
+        job_of(**fields)
+    return {problem.path: (problem.found, problem.message) for problem in raised.value.problems}
+
+
+def lr_of_steps(run):
+    return [report.lr for report in run.hooks[0].reports]
+
+
+class Evaluations(Hook):
+    """Notes the steps of evaluations."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_evaluation(self, run, *, begins):
+        if begins:
+            self.steps.append(run.progress.step)
+
+
+def trained(*, size=1, task=None, change=lambda run: None, **job):
+    """Train with evaluations within epochs; return the run of rank 0."""
+
+    def rank(world):
+        run = made(world, task() if task else None, **job)
+        run.hooks += [EvaluateWithinEpoch(), Evaluations()]
+        change(run)
+        train(run)
+        return run
+
+    return on_ranks(size, rank)[0]
+
+
+class TestNotation:
+    @pytest.mark.parametrize(
+        ("written", "text"),
+        [
+            (3, "3 epochs"),
+            (0.5, "0.5 epochs"),
+            (0.3, "0.3 epochs"),
+            ("1 epoch", "1 epoch"),
+            ("1.0 epochs", "1 epoch"),
+            (" 500  steps ", "500 steps"),
+            ("500step", "500 steps"),
+            ("1_000_000 samples", "1000000 samples"),
+            ("1e9 samples", "1000000000 samples"),
+        ],
+    )
+    def test_is_kept_in_a_job(self, written, text):
+        job = job_of(evaluation={"every": written})
+
+        assert job.model_dump(mode="json")["evaluation"]["every"] == text
+        assert Job.model_validate(job.model_dump(mode="json")) == job
+
+    @pytest.mark.parametrize(
+        ("written", "why"),
+        [
+            ("500 batches", "must be a duration, such as '5 epochs', '500 steps'"),
+            ("steps", "must be a duration"),
+            (True, "must be a duration"),
+            ([1], "must be a duration"),
+            ("-1 steps", "must be a duration"),
+            (-1, "must be at least 0"),
+            (math.nan, "must be at least 0"),
+            ("0.5 steps", "must be a whole number of steps"),
+            ("1e20 steps", "at most 9007199254740992 steps"),
+            ("0 steps", "must be greater than 0"),
+            (0, "must be greater than 0"),
+        ],
+    )
+    def test_that_is_wrong_is_explained(self, written, why):
+        ((_, message),) = refused(evaluation={"every": written}).values()
+
+        assert why in message
+
+    @pytest.mark.parametrize(
+        ("section", "fields", "expected"),
+        [
+            ("lr", {"warmup_epochs": 5}, {"warmup": "5 epochs"}),
+            ("lr", {"decay": "step", "milestones_epochs": [1, 2]}, {"milestones": ["1 epoch", "2 epochs"]}),
+            ("lr", {"decay": "cosine_restarts", "restart_epochs": 2}, {"first_cycle": "2 epochs"}),
+            ("evaluation", {"every_epochs": 2}, {"every": "2 epochs"}),
+            ("checkpoint", {"every_epochs": None}, {"every": []}),
+            ("checkpoint", {"every_steps": 9}, {"every": ["1 epoch", "9 steps"]}),
+            ("checkpoint", {"every_steps": 9, "every_epochs": None}, {"every": ["9 steps"]}),
+            ("checkpoint", {"every": "9 steps"}, {"every": ["9 steps"]}),
+            ("checkpoint", {"every": None}, {"every": []}),
+        ],
+    )
+    def test_of_previous_versions_is_converted(self, section, fields, expected):
+        found = job_of(train={"epochs": 9}, **{section: fields}).model_dump(mode="json")[section]
+
+        assert {name: found[name] for name in expected} == expected
+
+    @pytest.mark.parametrize(
+        ("section", "fields"),
+        [
+            ("lr", {"warmup_epochs": 5, "warmup": 5}),
+            ("evaluation", {"every_epochs": 5, "every": 5}),
+            ("checkpoint", {"every_steps": 5, "every": 5}),
+        ],
+    )
+    def test_of_previous_versions_beside_the_present_one_is_refused(self, section, fields):
+        assert "both are there" in refused(**{section: fields})[section][1]
+
+    def test_of_a_list_has_one_unit(self):
+        lr = {"decay": "points", "points": [[0, 1], ["5 steps", 0.5], ["1 epoch", 0.1]]}
+
+        assert refused(lr=lr)["lr.points"][1] == "must have positions in one unit"
+
+    def test_beyond_the_job_is_refused(self):
+        assert refused(lr={"warmup": "9 steps"}, train={"max_steps": 8})["lr.warmup"] == (
+            "9 steps",
+            "must be at most train.max_steps = 8",
+        )
+
+
+class TestSchedules:
+    """Ten samples, two per rank and step: five steps of an epoch on one rank, three on two."""
+
+    @pytest.mark.parametrize("warmup", ["4 steps", "8 samples", 0.8])
+    def test_in_any_unit_are_the_same(self, warmup):
+        lr = {"base_lr": 0.1, "scaling": "none", "warmup": warmup, "warmup_start_lr": 0.0, "decay": "cosine"}
+        run = trained(lr=lr)
+
+        ramp = [0.0, 0.025, 0.05, 0.075]
+        wave = [0.05 * (1 + math.cos(math.pi * (step - 4) / 6)) for step in range(4, 10)]
+        assert lr_of_steps(run) == pytest.approx([*ramp, *wave])
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_in_steps_are_in_those_of_the_job(self, size):
+        """On two ranks, the last step of an epoch has two samples only."""
+        lr = {"base_lr": 0.1, "scaling": "none", "decay": "step", "milestones": ["4 steps"]}
+        run = trained(size=size, lr=lr)
+
+        assert lr_of_steps(run) == pytest.approx(
+            [0.1 if n < 4 else 0.01 for n in range(10 if size == 1 else 6)]
+        )
+
+    def test_in_steps_of_legw_are_not_lengthened(self):
+        lr = {"base_lr": 0.1, "scaling": "legw", "reference_batch_size": 1, "warmup_start_lr": 0}
+        run = trained(lr={**lr, "warmup": "4 steps"}, train={"epochs": 4})
+
+        peak = 0.1 * math.sqrt(2)
+        assert lr_of_steps(run)[:6] == pytest.approx([0, peak / 4, peak / 2, peak * 3 / 4, peak, peak])
+
+    def test_in_steps_that_have_passed_stay_where_they_were(self):
+        """Four steps on one rank are 8 samples; afterwards, two ranks train."""
+        lr = {"base_lr": 0.1, "scaling": "none", "decay": "step", "milestones": ["4 steps"]}
+        before = made(lr=lr, train={"stop_at_step": 5})
+        train(before)
+
+        def rank(world):
+            run = made(world, lr=lr)
+            run.progress.restore(before.progress.to_json())
+            begin(run)
+            return run.policy.section.milestones
+
+        assert on_ranks(2, rank)[0] == [Duration(0.8)]
+
+    def test_in_steps_beyond_the_job_leave_the_warmup_incomplete(self, caplog):
+        lr = {"base_lr": 0.1, "scaling": "none", "warmup": "20 steps", "warmup_start_lr": 0.0}
+        run = trained(lr=lr)
+
+        assert lr_of_steps(run) == pytest.approx([0.005 * step for step in range(10)])
+        assert "does not reach its peak" in caplog.text
+
+    @pytest.mark.parametrize("unit", ["steps", "samples"])
+    def test_of_a_growing_batch(self, unit):
+        length = {"steps": "40 steps", "samples": f"{samples_of_growth(2, 10, 40):.0f} samples"}[unit]
+        warmup = {"start": 2, "length": length}
+        run = made(train={"epochs": 100, "global_batch_size": 10, "batch_warmup": warmup})
+        begin(run)
+
+        epochs, num_steps = 0.0, 0
+        while run.batch_size_at(epochs) < 10:
+            epochs, num_steps = epochs + run.batch_size_at(epochs) / 10, num_steps + 1
+        assert 40 <= num_steps <= 50  # sizes are rounded down
+
+    def test_growth_takes_the_number_of_steps(self):
+        num_samples = samples_of_growth(100, 1000, 500)
+        section = Train(batch_warmup={"start": 100, "length": num_samples / 1e6})
+
+        at, num_steps = 0, 0
+        while at < num_samples:
+            at, num_steps = at + batch_size_at(section, 1000, at / 1e6), num_steps + 1
+        assert num_steps == pytest.approx(500, rel=0.01)
+
+
+class TestEvaluations:
+    def test_in_steps_are_made_within_epochs(self):
+        run = trained(evaluation={"every": "3 steps"})
+
+        assert run.hooks[-1].steps == [3, 6, 9, 10]
+
+    @pytest.mark.parametrize(
+        ("every", "expected"),
+        [
+            ("6 samples", [3, 6, 9, 10]),
+            (0.5, [3, 5, 8, 10]),
+            ("5 steps", [5, 10]),
+            (2, [10]),
+            ("100 steps", [10]),
+        ],
+    )
+    def test_in_any_unit(self, every, expected):
+        assert trained(evaluation={"every": every}).hooks[-1].steps == expected
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_within_an_epoch_stop_training(self, size):
+        section = {"every": "2 steps", "early_stopping": {"metric": "quality", "mode": "max", "patience": 2}}
+        run = trained(size=size, task=lambda: Task([1.0] * 20), train={"epochs": 9}, evaluation=section)
+
+        assert run.progress.step == 6
+
+    def test_do_not_change_what_is_trained(self):
+        plain, often = trained(), trained(evaluation={"every": "1 step"})
+
+        assert often.replica.params == plain.replica.params
+
+    @pytest.mark.parametrize("step", range(1, 10))
+    def test_go_on_after_a_resume(self, step):
+        before = trained(evaluation={"every": "3 steps"}, train={"stop_at_step": step})
+
+        def change(run):
+            run.progress.restore(before.progress.to_json())
+
+        after = trained(evaluation={"every": "3 steps"}, change=change)
+
+        periodic = [each for each in before.hooks[-1].steps if each % 3 == 0]
+        assert [*periodic, *after.hooks[-1].steps] == [3, 6, 9, 10]
+
+    @pytest.mark.parametrize("was", ["1 step", 1])
+    def test_of_another_interval_count_from_the_start(self, was):
+        before = trained(evaluation={"every": was}, train={"stop_at_step": 4})
+
+        def change(run):
+            run.progress.restore(before.progress.to_json())
+
+        after = trained(evaluation={"every": "3 steps"}, change=change)
+
+        assert after.hooks[-1].steps == [6, 9, 10]
+
+
+class TestThePlan:
+    def text(self, **fields):
+        return "\n".join(charts(job_of(**fields), 4))
+
+    def test_draws_a_schedule_in_the_unit_of_the_job(self):
+        text = self.text(lr={"warmup": "50 steps", "decay": "cosine"}, train={"max_steps": 100})
+
+        assert "100 steps" in text.splitlines()[-1]
+        assert "no chart" not in text
+
+    @pytest.mark.parametrize(
+        ("lr", "limit"), [({"warmup": "50 steps"}, {"epochs": 3}), ({"warmup": 1}, {"max_steps": 100})]
+    )
+    def test_says_what_depends_on_the_data(self, lr, limit):
+        text = self.text(lr=lr, train=limit)
+
+        assert f"no chart: where {Duration.of(lr['warmup'])} ends depends on the data" in text
+        assert "█" not in text
