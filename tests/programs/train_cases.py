@@ -20,12 +20,26 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.health.desync import fingerprints
 from horovod_train.registry import FRAMEWORKS
+from horovod_train.training.hooks.base import Hook
+from horovod_train.training.hooks.evaluation import EvaluateWithinEpoch
 from horovod_train.training.loop import evaluate
+from horovod_train.training.run import Run
 from horovod_train.worker import make_run, restore_from, train_all
 
 name, folder = sys.argv[1], Path(sys.argv[2])
 task = import_module(f"frameworks.{name}_task")
 framework = FRAMEWORKS.load(name)()
+
+
+class Evaluations(Hook):
+    """Notes the steps and results of evaluations."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, dict[str, float]]] = []
+
+    def on_evaluation(self, run: Run, *, begins: bool) -> None:
+        if not begins:
+            self.found.append((run.progress.step, dict(run.progress.metrics)))
 
 
 def train(job: Job, checkpoints: Path | None = None):
@@ -34,6 +48,8 @@ def train(job: Job, checkpoints: Path | None = None):
     mesh = Mesh.data_parallel(world)
     replica, train_reader, eval_reader = framework.prepare(job, mesh)
     run = make_run(job, mesh, replica, train_reader, eval_reader)
+    evaluations = Evaluations()
+    run.hooks += [EvaluateWithinEpoch(), evaluations]
     replica.broadcast()
     if checkpoints is not None:
         manager = CheckpointManager(checkpoints, job.checkpoint, world, job.model_dump(mode="json"))
@@ -48,6 +64,7 @@ def train(job: Job, checkpoints: Path | None = None):
         "weights": [array.astype("float64").ravel().tolist() for array in task.weights(replica)],
         "fingerprints": fingerprints(replica.state(copy=False)),
         "metrics": {} if error else evaluate(run),
+        "evaluations": evaluations.found,
         "steps": run.progress.step,
         "error": error,
     }

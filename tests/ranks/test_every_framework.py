@@ -8,7 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from frameworks.cases import BEFORE, EPOCHS, NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of, refusal
+from frameworks.cases import (
+    BEFORE,
+    EPOCHS,
+    EVALUATED_WITHIN,
+    NOT_A_NUMBER,
+    OVERFLOW,
+    OVERFLOWING,
+    cases_of,
+    refusal,
+)
 from frameworks.net import BATCH_SIZE, NUM_SAMPLES, start_weights
 from support.joint import largest_difference, train_jointly
 from support.launching import name_of, results
@@ -117,6 +126,22 @@ def test_evaluation_is_exact(train, world, framework, matrix):
             if case.precision == "fp32":
                 assert metrics["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-7)
                 assert metrics["loss"] == pytest.approx(expected["loss"], abs=2e-6)
+
+
+@in_frameworks
+def test_evaluates_within_epochs(train, world, framework, matrix):
+    """The weights of this case, too, are those of one process."""
+    matrix("evaluations every few steps", framework)
+    found = train(world, framework)
+    own = found[0][EVALUATED_WITHIN.name]
+    last = own["steps"]
+
+    steps = [step for step, _ in own["evaluations"]]
+    assert steps == sorted({*range(2, last + 1, 2), last})
+    assert all(rank[EVALUATED_WITHIN.name]["evaluations"] == own["evaluations"] for rank in found)
+    assert own["evaluations"][-1][1] == own["metrics"]
+    losses = [metrics["loss"] for _, metrics in own["evaluations"]]
+    assert len(set(losses)) == len(losses)
 
 
 @in_frameworks

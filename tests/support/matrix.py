@@ -35,6 +35,7 @@ ROWS = (
     WEIGHTS.format("fp16, clipping"),
     "bitwise identical weights on all ranks",
     "exact evaluation",
+    "evaluations every few steps",
     "an overflow on one rank: all ranks skip the step",
     "NaN on one rank: all ranks stop and report it",
     "killed and resumed: bitwise equal to an uninterrupted run",

@@ -30,6 +30,7 @@ class Case:
     precision: str = "fp32"
     num_samples: int = NUM_SAMPLES
     penalty: float = 0.0
+    evaluation: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-6
 
     def job(self, framework: str, huge: float | None = None) -> dict[str, Any]:
@@ -52,6 +53,7 @@ class Case:
             "optimizer": {"name": self.optimizer, "args": self.optimizer_args},
             "lr": self.lr,
             "data": {"shuffle": False},
+            "evaluation": self.evaluation,
             "allreduce": {"bucket_size_mib": 0.0005},  # several buckets, also for a model this small
         }
 
@@ -63,12 +65,15 @@ CASES = (
     Case(
         "warm-up, linear scaling, cosine decay",
         lr={"base_lr": 0.01, "reference_batch_size": 4, "warmup": 1.5, "decay": "cosine"},
+        evaluation={"every": "2 steps"},
     ),
     Case("bf16", precision="bf16", tolerance=4e-3),
     # More samples: one alone in a batch is enough to overflow at the first scales.
     Case("fp16, clipping", precision="fp16", clip=0.3, num_samples=53, tolerance=2e-3),
     Case("penalty", penalty=0.03),
 )
+
+EVALUATED_WITHIN = CASES[3]
 
 # As which the version before has trained an epoch on one rank: tests/data/version_before.
 BEFORE = CASES[1]
