@@ -55,23 +55,23 @@ def charts(job: Job, num_data_ranks: int) -> Iterator[str]:
     """Yield charts of the schedules of a job on a number of data-parallel ranks, as comment lines."""
     policy, train = policy_of(job, num_data_ranks), job.train
     epochs, warmup = float(train.most_epochs), train.batch_warmup
-    is_by_steps = train.epochs is None and train.max_steps is not None
+    limit = train.limit
+    ends_by_limit = train.epochs is None and limit is not None
     # The number of samples is not known here, so that only durations in the unit of the job's length are.
-    unit = "steps" if is_by_steps else "epochs"
+    unit = limit.unit if limit is not None and ends_by_limit else "epochs"
     durations = [*job.lr.durations, *([warmup.length] if warmup else [])]
     for given in job.optimizer.schedules.values():
         durations += [] if isinstance(given, str) else [position for position, _ in given]
     others = [str(each) for each in durations if each.amount and each.unit != unit]
-    convert = EpochLength(train.max_steps or 1, None).in_epochs
-    if is_by_steps:
-        epochs = 1.0  # of max_steps
+    convert = EpochLength(train.max_steps or 1, train.max_samples).in_epochs
+    if ends_by_limit:
+        epochs = 1.0  # of the limit
         policy = policy.ending_at(epochs)
-    limit = f"train.max_steps: {train.max_steps}"
-    of_limit = f"if {limit} ends the job earlier, the schedule ends with it"
-    if is_by_steps:
+    of_limit = f"if the job ends after {limit}, the schedule ends with it"
+    if ends_by_limit:
         of_limit = f"the schedule ends after {limit}, whichever part of an epoch that is"
     notes = [
-        of_limit if train.max_steps is not None else "",
+        of_limit if limit is not None else "",
         "the largest possible rate: AdaScale multiplies the base rate by the measured gain"
         if policy.scaled.follows_gain
         else "",
@@ -80,11 +80,11 @@ def charts(job: Job, num_data_ranks: int) -> Iterator[str]:
         f"no chart: where {', '.join(dict.fromkeys(others))} ends depends on the data" if others else "",
     ]
     yield from (f"# {note}" for note in notes if note)
-    if others or (is_by_steps and warmup):
+    if others or (ends_by_limit and warmup):
         return
     policy = policy.in_epochs(convert, train)
     gain = policy.scaled.rate if policy.scaled.follows_gain else None
-    end = f"{train.max_steps} steps" if is_by_steps else f"{epochs:g} epochs"
+    end = str(limit) if ends_by_limit else f"{epochs:g} epochs"
     yield from (f"# {line}" for line in chart(lambda at: policy.at(at, gain=gain), epochs, end=end))
     converted = {
         name: given if isinstance(given, str) else points_in_epochs(given, convert)

@@ -89,8 +89,9 @@ def exceeded(duration: Duration, job: Job) -> str:
     train = job.train
     if duration.unit == "epochs" and duration.amount > train.most_epochs:
         return f"train.epochs = {train.most_epochs}"
-    if duration.unit == "steps" and train.max_steps is not None and duration.amount > train.max_steps:
-        return f"train.max_steps = {train.max_steps}"
+    limit = train.limit
+    if limit is not None and duration.unit == limit.unit and duration.amount > limit.amount:
+        return f"train.max_{limit.unit} = {limit.amount}"
     return ""
 
 
@@ -149,6 +150,17 @@ def global_batch_is_set_once(job: Job) -> Iterator[Problem]:
             )
 
 
+def length_is_set_once(job: Job) -> Iterator[Problem]:
+    """Refuse two limits: which of them ends the job would depend on the number of ranks."""
+    if job.train.max_steps is not None and job.train.max_samples is not None:
+        yield Problem(
+            "train.max_samples",
+            str(job.train.max_samples),
+            f"ends the job, and so does train.max_steps = {job.train.max_steps}",
+            "remove one of them",
+        )
+
+
 def scaling_is_known(job: Job) -> Iterator[Problem]:
     """Require ``lr.scaling`` with an optimizer for which no rule is established."""
     if job.lr.scaling == AUTO and job.optimizer.scaling is None:
@@ -172,7 +184,7 @@ def adascale_is_supported(job: Job) -> Iterator[Problem]:
             "lr.scaling: adascale is derived for SGD with momentum",
             "use sgd, or lr.scaling: sqrt or adam_sqrt",
         )
-    if job.train.epochs is None and job.train.max_steps is not None:
+    if job.train.epochs is None and job.train.limit is not None:
         yield Problem(
             "train.epochs",
             "null",
@@ -256,6 +268,7 @@ LR_RULES = (
     positions_increase,
     warmup_fits,
     global_batch_is_set_once,
+    length_is_set_once,
     scaling_is_known,
     adascale_is_supported,
     noise_scale_is_measurable,

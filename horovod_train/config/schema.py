@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from horovod_train.config.duration import Interval
+from horovod_train.config.duration import Duration, Interval
 from horovod_train.config.evaluation import Checkpoint, Evaluation
 from horovod_train.config.fields import (
     Count,
@@ -61,10 +61,14 @@ class Train(Section):
     """Duration, batch size and precision."""
 
     epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)] | None = None
-    """Passes over the training data; null: 1, or with ``max_steps`` as many as needed."""
+    """Passes over the training data; null: 1, or with ``max_steps`` or ``max_samples`` as many as needed."""
 
     max_steps: Count | None = None
     """Length in optimizer steps, if it ends before ``epochs``; schedules end with it. null: no limit."""
+
+    max_samples: Count | None = None
+    """Length in samples, on any number of ranks: the job ends after the first step with which so many were
+    used. Otherwise as ``max_steps``."""
 
     stop_at_step: Count | None = None
     """End the job after this many optimizer steps, as if it was interrupted: schedules are those of the whole
@@ -133,10 +137,17 @@ class Train(Section):
 
     @property
     def most_epochs(self) -> int:
-        """Passes over the training data after which the job ends, unless ``max_steps`` ends it earlier."""
+        """Passes over the training data after which the job ends, unless ``limit`` ends it earlier."""
         if self.epochs is not None:
             return self.epochs
-        return 1 if self.max_steps is None else MAX_EPOCHS
+        return 1 if self.limit is None else MAX_EPOCHS
+
+    @property
+    def limit(self) -> Duration | None:
+        """``max_steps`` or ``max_samples``; a rule refuses both."""
+        if self.max_steps is not None:
+            return Duration(self.max_steps, "steps")
+        return None if self.max_samples is None else Duration(self.max_samples, "samples")
 
     @model_validator(mode="before")
     @classmethod

@@ -276,7 +276,7 @@ class Bridge(Protocol):
         """Start training."""
 
     def rest_of_epoch(self) -> list[PlannedStep]:
-        """Return the remaining steps of the current epoch, limited by ``train.max_steps``."""
+        """Return the remaining steps of the current epoch, limited by the length of the job."""
 
     def after_step(self, step: PlannedStep, pending: PendingOutcome, lr: float) -> None:
         """Record an optimizer step."""

@@ -48,7 +48,7 @@ class LearningRatePolicy:
     Attributes:
         section: The job's ``lr`` section. Rates can be computed when its durations are in epochs.
         global_batch_size: Samples per optimizer step, over all ranks; under adasum, those of one rank.
-        total_epochs: Length of the whole job; under ``train.max_steps``, an upper limit until ``ending_at``.
+        total_epochs: Length of the whole job; if steps or samples limit it, a bound until ``ending_at``.
         train: The job's ``train`` section, for the growth of the batch.
     """
 

@@ -53,6 +53,7 @@ class Branching:
         """Raise UserError if branches do not fit in the training of a job."""
         ends = {
             "train.max_steps": job.train.max_steps is not None,
+            "train.max_samples": job.train.max_samples is not None,
             "train.stop_at_step": job.train.stop_at_step is not None,
             "evaluation.early_stopping": job.evaluation.early_stopping is not None,
         }

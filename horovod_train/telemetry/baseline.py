@@ -19,7 +19,7 @@ MIN_READINGS = 3
 TAIL_BYTES = 256 * 1024
 
 _SECTIONS = ("framework", "task", "task_args", "train", "data")
-_LENGTH_ONLY = {"epochs", "max_steps", "stop_at_step", "seed"}
+_LENGTH_ONLY = {"epochs", "max_steps", "max_samples", "stop_at_step", "seed"}
 
 
 def baseline_samples_per_s(job: Job, run_dir: Path) -> float | None:

@@ -65,7 +65,7 @@ class LoopBridge:
         loop.begin(self.run)
 
     def rest_of_epoch(self) -> list[PlannedStep]:
-        """Return the remaining steps of the current epoch, limited by ``train.max_steps``."""
+        """Return the remaining steps of the current epoch, limited by the length of the job."""
         return loop.rest_of_epoch(self.run)
 
     def after_step(self, step: PlannedStep, pending: PendingOutcome, lr: float) -> None:

@@ -87,8 +87,8 @@ def begin(run: Run) -> None:
         run.policy = run.policy.ending_at(run.planned_end()[1])
         if run.world.rank == 0 and run.policy.warmup_epochs > run.policy.total_epochs:
             log.warning(
-                "the learning rate does not reach its peak: the warm-up has %.3g epochs, and train.max_steps "
-                "ends the job after %.3g",
+                "the learning rate does not reach its peak: the warm-up has %.3g epochs, and the job ends "
+                "after %.3g",
                 run.policy.warmup_epochs,
                 run.policy.total_epochs,
             )
@@ -107,7 +107,7 @@ def prepare_evaluations(run: Run) -> None:
 
 
 def rest_of_epoch(run: Run) -> list[PlannedStep]:
-    """Return the remaining steps of the current epoch, limited by ``train.max_steps``."""
+    """Return the remaining steps of the current epoch, limited by the length of the job."""
     return plan_epoch(
         run.mesh.data,
         run.train_reader,

@@ -112,15 +112,25 @@ class Run:
             self.is_stopped
             or self.has_all_epochs
             or (self.progress.stopped_early and self.job.evaluation.early_stopping is not None)
-            or self.num_steps_left == 0
+            or self.is_limit_reached
         )
 
     @property
+    def is_limit_reached(self) -> bool:
+        """Whether ``train.max_steps``, ``max_samples`` or ``stop_at_step`` ends training now."""
+        limits = [self.job.train.limit]
+        if (last := self.job.train.stop_at_step) is not None:
+            limits.append(Duration(last, "steps"))
+        return any(each is not None and self.progress.num_passed(each) > 0 for each in limits)
+
+    @property
     def num_steps_left(self) -> int | None:
-        """Steps until ``train.max_steps`` or ``train.stop_at_step``; None: no limit."""
-        limits = [
-            each for each in (self.job.train.max_steps, self.job.train.stop_at_step) if each is not None
-        ]
+        """Steps until ``train.max_steps``, ``max_samples`` or ``stop_at_step``; None: no limit."""
+        train, limits = self.job.train, []
+        if train.limit is not None:
+            limits.append(self._end_within(math.inf)[0])
+        if train.stop_at_step is not None:
+            limits.append(train.stop_at_step)
         return max(0, min(limits) - self.progress.step) if limits else None
 
     @property
@@ -214,15 +224,29 @@ class Run:
             return self.planned_end()[0]
         left = max(0.0, train.most_epochs - progress.scaled_epochs)
         total = progress.step + math.ceil(left / self.scaled_epochs_of(self.global_batch_size))
-        return total if train.max_steps is None else min(total, max(train.max_steps, progress.step))
+        return total if train.limit is None else min(total, self._end_within(math.inf)[0])
 
     def planned_end(self) -> tuple[int, float]:
-        """Return the step and the epochs at which ``train.epochs`` or ``train.max_steps`` end the job."""
-        train = self.job.train
-        return self._planned(math.inf if train.max_steps is None else train.max_steps, train.most_epochs)
+        """Return the step and the epochs at which ``train.epochs`` or ``train.limit`` end the job."""
+        return self._end_within(self.job.train.most_epochs)
 
-    def _planned(self, last: float, most_epochs: float) -> tuple[int, float]:
-        """Return the step and the epochs at which a number of steps or of epochs is complete."""
+    def _end_within(self, most_epochs: float) -> tuple[int, float]:
+        """Return the step and the epochs at which a number of epochs or ``train.limit`` end the job."""
+        train = self.job.train
+        last = math.inf if train.max_steps is None else train.max_steps
+        if train.max_samples is None:
+            return self._planned(last, most_epochs)
+        whole, rest = divmod(train.max_samples, self.progress.order.num_samples)
+        return self._planned(last, *((whole, rest) if whole < most_epochs else (most_epochs, 0)))
+
+    def _planned(self, last: float, most_epochs: float, rest: int = 0) -> tuple[int, float]:
+        """Return the step and the epochs at which a number of steps, or of epochs and samples, is complete.
+
+        Args:
+            last: Number of steps.
+            most_epochs: Number of epochs.
+            rest: Samples of the next epoch.
+        """
         num_samples, size = self.progress.order.num_samples, self.global_batch_size
         step, epoch, cursor = self.progress.step, self.progress.epoch, self.progress.cursor
         if cursor >= num_samples:  # a checkpoint of the last step of an epoch
@@ -239,4 +263,8 @@ class Run:
             step, cursor = step + count, cursor + count * size_now
             if cursor >= num_samples:
                 epoch, cursor = epoch + 1, 0
-        return step, epoch + cursor / num_samples
+        while epoch == most_epochs and cursor < rest and step < last:
+            size_now = self.batch_size_at(epoch + cursor / num_samples)
+            count = int(min(num_steps(rest, cursor, size), last - step)) if size_now == size else 1
+            step, cursor = step + count, cursor + count * size_now
+        return step, min(epoch + cursor / num_samples, epoch + 1)

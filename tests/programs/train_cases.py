@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from frameworks.cases import BEFORE, NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of
+from frameworks.cases import BEFORE, NOT_A_NUMBER, OVERFLOW, OVERFLOWING, STOPPED_WITHIN, cases_of
 
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.mesh import Mesh
@@ -85,6 +85,7 @@ found = {
     case.name: train_or_refuse(Job.model_validate(case.job(name, huge=huge)))
     for cases, huge in (
         (cases_of(name), None),
+        ([STOPPED_WITHIN], None),
         ([OVERFLOW], OVERFLOWING),
         (NOT_A_NUMBER, float("inf")),
     )

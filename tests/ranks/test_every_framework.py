@@ -145,6 +145,14 @@ def test_evaluates_within_epochs(train, world, framework, matrix):
 
 
 @in_frameworks
+def test_stops_within_an_epoch(train, world, framework):
+    """The second evaluation is not better than the first."""
+    for rank in train(world, framework):
+        assert not rank[STOPPED_WITHIN.name]["error"]
+        assert rank[STOPPED_WITHIN.name]["steps"] == 4
+
+
+@in_frameworks
 def test_an_overflow_on_one_rank_skips_that_step_on_all(train, world, framework, matrix):
     found = train(world, framework)
     row = "an overflow on one rank: all ranks skip the step"

@@ -213,6 +213,52 @@ class TestSchedules:
         assert num_steps == pytest.approx(500, rel=0.01)
 
 
+class TestLength:
+    """Ten samples, two per rank and step."""
+
+    @pytest.mark.parametrize(
+        ("num_samples", "size", "steps"),
+        [(1, 1, 1), (5, 1, 3), (10, 1, 5), (11, 1, 6), (24, 1, 12), (24, 2, 7), (24, 3, 5), (30, 3, 6)],
+    )
+    def test_in_samples_ends_with_the_step_that_uses_the_last_one(self, num_samples, size, steps):
+        lr = {"base_lr": 0.1, "scaling": "none", "decay": "cosine"}
+        run = trained(size=size, train={"epochs": None, "max_samples": num_samples}, lr=lr)
+
+        assert run.progress.step == run.planned_steps() == steps
+        assert run.policy.total_epochs == pytest.approx(run.progress.epochs_passed)
+        assert lr_of_steps(run)[0] == pytest.approx(0.1)
+        assert run.hooks[-1].steps[-1] == steps
+
+    def test_in_samples_is_at_most_that_in_epochs(self):
+        assert trained(train={"epochs": 2, "max_samples": 99}).progress.step == 10
+
+    @pytest.mark.parametrize("step", range(1, 8))
+    def test_in_samples_goes_on_after_a_resume(self, step):
+        before = trained(train={"epochs": None, "max_samples": 15, "stop_at_step": step})
+        run = made(train={"epochs": None, "max_samples": 15})
+        run.progress.restore(before.progress.to_json())
+        train(run)
+
+        assert run.progress.step == 8
+        assert run.policy.total_epochs == pytest.approx(1.6)
+
+    @pytest.mark.parametrize("num_samples", [7, 10, 33, 60])
+    def test_in_samples_is_planned_for_a_growing_batch(self, num_samples):
+        warmup = {"start": 1, "length": 2}
+        section = {"epochs": None, "max_samples": num_samples, "global_batch_size": 8, "batch_warmup": warmup}
+        run = made(train=section)
+        planned = run.planned_steps()
+        train(run)
+
+        assert run.progress.step == planned
+
+    def test_in_samples_beside_one_in_steps_is_refused(self):
+        assert (
+            "so does train.max_steps = 5"
+            in refused(train={"max_samples": 5, "max_steps": 5})["train.max_samples"][1]
+        )
+
+
 class TestEvaluations:
     def test_in_steps_are_made_within_epochs(self):
         run = trained(evaluation={"every": "3 steps"})
@@ -277,6 +323,11 @@ class TestThePlan:
 
         assert "100 steps" in text.splitlines()[-1]
         assert "no chart" not in text
+
+    def test_draws_a_schedule_in_samples(self):
+        text = self.text(lr={"warmup": "500 samples", "decay": "cosine"}, train={"max_samples": 1000})
+
+        assert "1000 samples" in text.splitlines()[-1]
 
     @pytest.mark.parametrize(
         ("lr", "limit"), [({"warmup": "50 steps"}, {"epochs": 3}), ({"warmup": 1}, {"max_steps": 100})]

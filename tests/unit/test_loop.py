@@ -95,7 +95,7 @@ class TestSteps:
     def test_behind_a_limit_within_the_warmup_are_reported(self, caplog):
         trained(train={"max_steps": 3}, lr={"base_lr": 0.1, "scaling": "none", "warmup": 1})
 
-        assert "does not reach its peak: the warm-up has 1 epochs, and train.max_steps ends" in caplog.text
+        assert "does not reach its peak: the warm-up has 1 epochs, and the job ends after" in caplog.text
 
     def test_end_at_the_limit_also_in_mid_epoch(self):
         (run,) = trained(train={"max_steps": 7})

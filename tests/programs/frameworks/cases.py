@@ -74,6 +74,13 @@ CASES = (
 )
 
 EVALUATED_WITHIN = CASES[3]
+STOPPED_WITHIN = Case(
+    "stopped within an epoch",
+    evaluation={
+        "every": "2 steps",
+        "early_stopping": {"metric": "loss", "mode": "max", "min_delta": 1e6, "patience": 1},
+    },
+)
 
 # As which the version before has trained an epoch on one rank: tests/data/version_before.
 BEFORE = CASES[1]
