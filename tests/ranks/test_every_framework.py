@@ -15,6 +15,7 @@ from frameworks.cases import (
     NOT_A_NUMBER,
     OVERFLOW,
     OVERFLOWING,
+    STOPPED_WITHIN,
     cases_of,
     refusal,
 )
