@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from horovod_train.report.document import Report
     from horovod_train.study.results import Study
 
-OF_TABLE = ("ranks", "policies")
+OF_TABLE = ("ranks", "policies", "tune_lr")
 OF_CRITICAL_BATCH = ("branch_epochs", "branch_length", "multiples")
 """Options that apply only to one of the two measurements."""
 
@@ -62,6 +62,12 @@ class Numbers(click.ParamType[tuple[int, ...]]):
     metavar="NAME[:min|max]",
     help="Metric to compare; default: that of checkpoint.best or early stopping, else accuracy or loss.",
 )
+@click.option(
+    "--tune-lr",
+    is_flag=True,
+    help="Search the best base rate of each row first, with a seed of its own; at least three more trainings "
+    "for each row.",
+)
 @click.option("--critical-batch", is_flag=True, help="Measure the critical batch size instead of the table.")
 @click.option("--branch-epochs", type=Numbers(), help="With --critical-batch: epochs after which to branch.")
 @click.option(
@@ -91,6 +97,7 @@ def command(
     seeds: int,
     policies: str,
     metric: str | None,
+    tune_lr: bool,
     critical_batch: bool,
     branch_epochs: tuple[int, ...] | None,
     branch_length: float,
@@ -113,6 +120,7 @@ def command(
     from horovod_train.study.run import run_trials
     from horovod_train.study.table import metric_of
     from horovod_train.study.trials import policies_of, trials_of
+    from horovod_train.study.tuning import Tuning
 
     refuse_as_rank()
     refuse_other_options(click.get_current_context(), is_critical=critical_batch)
@@ -140,6 +148,9 @@ def command(
             runs = folder if is_local else folder_of(described)  # on the volume
             trials = trials_of(described, chosen, ranks, seeds, folder=runs, num_cores=num_cores)
             study.save()
+            if tune_lr:
+                tuning = Tuning(study, described, seeds, runs, num_cores, metric, print_line)
+                trials = tuning.trials_of(chosen, ranks)
             run_trials(study, trials, print_line)
         finish(study, described, metric)
 

@@ -58,22 +58,24 @@ class Table:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values of one series; None: not finite."""
+    """Values of one series; None: not finite. ``spread``: standard deviation of each value."""
 
     name: str
     x: tuple[float | str, ...]
     y: tuple[float | None, ...]
+    spread: tuple[float | None, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves in one coordinate system, or stacked bars."""
+    """Curves in one coordinate system, or stacked bars. ``is_log``: the horizontal axis is logarithmic."""
 
     title: str
     x_title: str
     y_title: str
     curves: tuple[Curve, ...]
     kind: Literal["lines", "bars"] = "lines"
+    is_log: bool = False
 
 
 Block = Text | Table | Chart

@@ -7,9 +7,26 @@ const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 function trace(chart, curve, place) {
   const color = PHASE_COLOURS[curve.name] ?? COLORS[place % COLORS.length];
   if (chart.kind === "bars") return { type: "bar", name: plain(curve.name), x: curve.x, y: curve.y, marker: { color } };
-  const mode = curve.x.length < 3 ? "lines+markers" : "lines";
-  return { name: plain(curve.name), x: curve.x, y: curve.y, mode, line: { color, width: 1.5 } };
+  const mode = curve.x.length < 3 || curve.spread ? "lines+markers" : "lines";
+  const spread = curve.spread ? { error_y: { type: "data", array: curve.spread, thickness: 1, width: 3 } } : {};
+  return { name: plain(curve.name), x: curve.x, y: curve.y, mode, line: { color, width: 1.5 }, ...spread };
 }
+
+function horizontal(chart) {
+  if (chart.kind === "bars") return { type: "category" };
+  if (!chart.is_log) return {};
+  const values = [...new Set(chart.curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
+  return { type: "log", tickvals: values, ticktext: values.map(String) };
+}
+
+// Plotly would draw a constant between -1 and 1 around it.
+function vertical(chart) {
+  const values = chart.curves.flatMap((curve) => curve.y).filter((value) => value !== null);
+  const isConstant = chart.kind === "lines" && values.length > 0 && values.every((value) => value === values[0]);
+  return isConstant && values[0] !== 0 ? { range: [0, 2 * values[0]] } : {};
+}
+
+EMPTY.annotations[0].text = "no finite values";
 
 // A button of each chart saves it as a picture.
 const withPicture = (title) => ({
@@ -26,8 +43,8 @@ await Promise.all(charts.map((chart, place) => {
     paper_bgcolor: colour("background"),
     showlegend: isLong,
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
-    xaxis: { title: { text: plain(chart.x_title) }, ...(chart.kind === "bars" ? { type: "category" } : {}) },
-    yaxis: { title: { text: isLong ? "" : plain(chart.y_title) } },
+    xaxis: { title: { text: plain(chart.x_title) }, ...horizontal(chart) },
+    yaxis: { title: { text: isLong ? "" : plain(chart.y_title) }, ...vertical(chart) },
   }, `${chart.title}; the tables have the numbers`, withPicture(chart.title));
 }));
 document.documentElement.dataset.drawn = String(charts.length);

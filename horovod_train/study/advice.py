@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.registry import SCALINGS, SCRIPT
 from horovod_train.study.results import Study, folder_of, read_study
-from horovod_train.study.table import Metric, Row, StudyTable, table_of, value_text
+from horovod_train.study.table import TUNED, Metric, Row, StudyTable, is_tuned, table_of, value_text
 from horovod_train.study.trials import batch_of, policy_digest, problem_of
+
+MENTIONED_EPOCHS = 1.05
+"""Ratio of epochs from which a policy has a price."""
 
 
 def advice_for(job: Job, num_ranks: int, folder: Path | None = None) -> str:
@@ -66,7 +70,8 @@ def _advice(study: Study, table: StudyTable, same: list[Row], batch: int) -> str
     )
     better = table.best_of(row for row in at if row is not own and _is_advisable(table, row, own))
     if better is not None:
-        return f"{found}; {better.policy} has {value_text(metric, better.value)} ({settings_text(better)})"
+        use = settings_text(better) + price_text(better, own)
+        return f"{found}; {better.policy} has {value_text(metric, better.value)} ({use})"
     safe = [row.first.global_batch_size for row in same if row is base or table.is_safe(row)]
     return f"{found}; the largest batch without a loss is {max(safe, default=base.first.global_batch_size)}"
 
@@ -107,6 +112,16 @@ def _is_advisable(table: StudyTable, row: Row, own: Row) -> bool:
 
 def settings_text(row: Row) -> str:
     """Return how to use the policy of a row, as text."""
-    if row.policy in SCALINGS.builtin:
-        return f"--set lr.scaling={row.policy}"
-    return "see the policy of the study"
+    name = row.policy.removesuffix(TUNED)
+    if name not in SCALINGS.builtin:
+        return "see the policy of the study"
+    rate = f" --set lr.base_lr={row.first.base_lr:.6g}" if is_tuned(row) else ""
+    return f"--set lr.scaling={name}{rate}"
+
+
+def price_text(row: Row, own: Row) -> str:
+    """Return how many more epochs a row has trained than the job's own policy; empty: as many."""
+    epochs = [fmean(each.epochs for each in some.results) for some in (row, own) if some.results]
+    if len(epochs) < 2 or not epochs[1] or epochs[0] / epochs[1] < MENTIONED_EPOCHS:
+        return ""
+    return f", {epochs[0] / epochs[1]:.2g} times as many epochs"

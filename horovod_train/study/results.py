@@ -23,6 +23,8 @@ STUDY_FILE = "study.json"
 FORMAT_VERSION = 1
 CRITICAL = "critical batch"
 """Policy of trials that measure the critical batch size."""
+TUNING = "tuning of the base rate"
+"""Policy of trials that search the best base rate."""
 MAX_BYTES = 64 * 2**20
 
 
@@ -48,6 +50,7 @@ class Result:
         seconds: Time of training; None: unknown.
         evaluations: Steps and metrics of each evaluation, in order.
         noise_scale: Last measured gradient noise scale, in samples; None: not measured.
+        follows_gain: Whether the rate follows a measured gain, and ``peak_lr`` is its upper limit.
     """
 
     trial: str
@@ -67,6 +70,7 @@ class Result:
     seconds: float | None = None
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     noise_scale: float | None = None
+    follows_gain: bool = False
 
     def best(self, metric: str, mode: str) -> float | None:
         """Return the best value of a metric over all evaluations; None: there is none."""
@@ -107,6 +111,7 @@ def result_of(trial: Trial, records: Sequence[Record], problem: str = "") -> Res
         policy_digest=policy_digest(trial.job),
         job_digest=trial_digest(trial),
         is_real=trial.is_real,
+        follows_gain=trial.learning_rate.scaled.follows_gain,
         problem=problem or ("" if summary else "it has no summary"),
     )
     if summary is None or problem:
@@ -155,8 +160,8 @@ class Study:
 
     @property
     def trials(self) -> list[Result]:
-        """Results of the trials of the table, without the base of the critical batch size."""
-        return [result for result in self.results.values() if result.policy != CRITICAL]
+        """Results of the trials of the table."""
+        return [each for each in self.results.values() if each.policy not in {CRITICAL, TUNING}]
 
     def result_of(self, trial: Trial) -> Result | None:
         """Return the result of a trial; None: it has none, or it failed.

@@ -234,6 +234,15 @@ def _row(num_ranks: int, policy: str, results: Sequence[Result], metric: Metric)
     )
 
 
+TUNED = " tuned"
+"""End of the names of policies whose base rate was searched."""
+
+
+def is_tuned(row: Row) -> bool:
+    """Return whether the base rate of a row was searched."""
+    return row.policy.endswith(TUNED)
+
+
 COLUMNS = (
     "policy", "ranks", "global batch", "peak rate", "epochs", "steps", "time", "speed-up", "efficiency",
 )  # fmt: skip

@@ -416,6 +416,15 @@ class TestAdvice:
             "adascale has 98.0 % (--set lr.scaling=adascale)"
         )
 
+    def test_names_the_price_of_the_policy_that_holds(self, tmp_path):
+        digest = policy_digest(digits("lr.scaling=adascale"))
+        longer = [
+            replace(each, epochs=7.0) for each in by_seed("adascale", 8, [0.979, 0.981], policy_digest=digest)
+        ]
+        text = self.advice(tmp_path, digits(), 8, *longer)
+
+        assert text.endswith("(--set lr.scaling=adascale, 3.5 times as many epochs)")
+
     def test_says_that_training_has_diverged(self, tmp_path):
         digest = policy_digest(digits())
         failed = [
@@ -655,6 +664,7 @@ class TestTheCriticalBatch:
     ("options", "problem"),
     [
         (["--multiples", "1,2"], "--multiples has no effect without --critical-batch"),
+        (["--critical-batch", "--tune-lr"], "--tune-lr has no effect with --critical-batch"),
         (["--branch-length", "1.0"], "--branch-length has no effect without --critical-batch"),
         (["--critical-batch", "--ranks", "1,2"], "--ranks has no effect with --critical-batch"),
         (["--critical-batch", "--policies", "sqrt"], "--policies has no effect with --critical-batch"),
