@@ -13,6 +13,7 @@ from horovod_train.events.text import learning_rate
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.lr.arguments import ArgumentSchedules
 from horovod_train.lr.chart import chart
+from horovod_train.lr.optimizer_arguments import ArgumentScaling
 from horovod_train.lr.policy import EpochLength, policy_of
 from horovod_train.registry import SCRIPT
 
@@ -37,6 +38,7 @@ def plan_as_text(request: LaunchRequest, plan: LaunchPlan, *, draws: bool = Fals
     global_batch_size = job.global_batch_size(num_data_ranks)
     policy = policy_of(job, num_data_ranks)
     policy.check()
+    ArgumentScaling.of(job, num_data_ranks).check(job)
     lr = learning_rate(job.lr.scaling, job.lr.base_lr, job.lr.reference_batch_size, policy.peak_lr)
     batch = f"{request.num_ranks} rank(s), global batch {global_batch_size}"
     lines = [f"# learning rate {lr} ({batch})", *(charts(job, num_data_ranks) if draws else ())]

@@ -9,7 +9,8 @@ global batch and the job's ``lr`` section. A job that resumes on another number 
     peak   = base_lr * rule(k)                         the rule of lr.scaling (lr/scaling/)
 
     e      = epochs passed, w = warm-up in epochs (scaled by the rule), E = epochs of the whole job
-    e < w:   rate = start + (peak - start) * e / w     start = warmup_start_lr, or min(base_lr, peak)
+    e < w:   rate = start + (peak - start) * e / w     start = warmup_start_lr, or min(base_lr, peak);
+                                                       under AdaScale gain * warmup_start_lr
     e >= w:  rate = peak * schedule(e)                 the schedule of lr.decay (lr/schedules/)
 
 Two inputs are measured during training, are equal on all ranks, and are stored in checkpoints: the gain of
@@ -111,11 +112,13 @@ class LearningRatePolicy:
         Raises:
             UserError: A rule or schedule of the user returns an invalid number.
         """
-        peak = self.section.base_lr * (self._factor_at(epochs) if gain is None else gain)
-        warmup = self.warmup_epochs
+        factor = self._factor_at(epochs) if gain is None else gain
+        peak, warmup = self.section.base_lr * factor, self.warmup_epochs
         if epochs < warmup:
             given = self.section.warmup_start_lr
             start = min(self.section.base_lr, peak) if given is None else given
+            if given is not None and gain is not None:
+                start *= gain  # AdaScale multiplies the whole schedule of the reference batch
             rate = start + (peak - start) * epochs / warmup
         else:
             rate = peak * self._decay(Position(epochs, warmup, self.total_epochs))

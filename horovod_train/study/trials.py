@@ -21,6 +21,7 @@ from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of, batch_size_of_lr
 from horovod_train.errors import ConfigError, UserError
 from horovod_train.horovod.fingerprint import code_digest, task_files
+from horovod_train.lr.optimizer_arguments import ArgumentScaling
 from horovod_train.lr.policy import LearningRatePolicy, policy_of
 from horovod_train.registry import SCALINGS, SCRIPT
 
@@ -73,8 +74,10 @@ class Trial:
         Raises:
             UserError: The scaling rule does not support this number of ranks.
         """
-        rate = policy_of(job, axes_of(job.strategy, num_ranks).data)
+        num_data_ranks = axes_of(job.strategy, num_ranks).data
+        rate = policy_of(job, num_data_ranks)
         rate.check()
+        ArgumentScaling.of(job, num_data_ranks).check(job)
         return cls(policy, num_ranks, job.train.seed, job, rate)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,9 +19,9 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import UserError
-from horovod_train.frameworks.optimizers import ArgumentScaling
 from horovod_train.frameworks.torch.state.optimizer import optimizer_over, set_rates
 from horovod_train.frameworks.torch.step.averaged_weights import averaging_of
+from horovod_train.lr.optimizer_arguments import ArgumentScaling
 from horovod_train.lr.policy import EpochLength, LearningRatePolicy, policy_of_section
 from horovod_train.training.loop import train
 
@@ -361,6 +362,33 @@ class TestBatchWarmUp:
         section = Train(batch_warmup={"start": 64, "length": 2.0})
 
         assert batch_size_at(section, 32, 0.0) == 32
+
+
+def test_adascale_multiplies_the_whole_ramp():
+    """The rate of a step is gain x lr(scale-invariant progress) (arXiv:2007.05105, algorithm 1)."""
+    section = LearningRate(base_lr=0.1, scaling="adascale", warmup=2, warmup_start_lr=0.02)
+    policy = LearningRatePolicy(section, 128, 10)
+
+    found = [policy.at(epochs, gain=3.0) for epochs in (0, 1, 2, 5)]
+
+    assert found == pytest.approx([3 * 0.02, 3 * 0.06, 3 * 0.1, 3 * 0.1])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_refused"),
+    [
+        ({"name": "adam"}, True),
+        ({"name": "adamw", "args": {"weight_decay": 0.1}}, True),
+        ({"name": "adam", "args": {"betas": [0.95, 0.99]}}, False),
+        ({"name": "torch.optim:NAdam"}, False),  # its default is not known here
+    ],
+)
+def test_a_beta_below_zero_is_refused_by_the_plan(optimizer, is_refused):
+    lr = {"scaling": "adam_sqrt", "reference_batch_size": 32}
+    job = Job.model_validate({"name": "x", "task": "digits", "optimizer": optimizer, "lr": lr})
+    scaling = ArgumentScaling.of(job, 10)
+    with pytest.raises(UserError, match=r"10 x 0\.1") if is_refused else nullcontext():
+        scaling.check(job)
 
 
 def test_a_users_own_loop_has_no_measured_rules():

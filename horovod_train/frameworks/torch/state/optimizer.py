@@ -10,7 +10,8 @@ import torch
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.frameworks.callbacks import GuardedLearningRate
-from horovod_train.frameworks.optimizers import ArgumentScaling, make_optimizer
+from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.lr.optimizer_arguments import ArgumentScaling
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that have a fused form for GPUs."""
