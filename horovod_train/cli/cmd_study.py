@@ -113,13 +113,12 @@ def command(
     from horovod_train.cli.cmd_run import refuse_as_rank
     from horovod_train.config.load import load_job
     from horovod_train.config.shipped import job_file
-    from horovod_train.errors import UserError
     from horovod_train.launch.submit import has_local_files
     from horovod_train.study.critical import Branching, default_epochs, measure
     from horovod_train.study.results import folder_of, locked, open_study
     from horovod_train.study.run import run_trials
     from horovod_train.study.table import metric_of
-    from horovod_train.study.trials import policies_of, trials_of
+    from horovod_train.study.trials import policies_of
     from horovod_train.study.tuning import Tuning
 
     refuse_as_rank()
@@ -128,10 +127,7 @@ def command(
     folder = folder_of(described) if output is None else output.absolute()
     is_local = has_local_files(described)
     if critical_batch and not is_local:
-        raise UserError(
-            f"--critical-batch copies checkpoints, and {described.launch.launcher} keeps them on a volume",
-            hint="measure it where checkpoints can be read, such as with --set launch.launcher=horovodrun",
-        )
+        refuse_remote_checkpoints(described)
     if metric is not None:
         metric_of(described, (), metric)  # refuses a metric whose direction is unknown, before the trials
     chosen = policies_of(described, [name for name in policies.split(",") if name])
@@ -146,13 +142,25 @@ def command(
         else:
             num_cores = len(os.sched_getaffinity(0))
             runs = folder if is_local else folder_of(described)  # on the volume
-            trials = trials_of(described, chosen, ranks, seeds, folder=runs, num_cores=num_cores)
+            tuning = Tuning(study, described, seeds, runs, num_cores, metric, print_line)
+            trials = tuning.plain_trials_of(
+                chosen, ranks
+            )  # refuses what is not possible, before any is trained
             study.save()
             if tune_lr:
-                tuning = Tuning(study, described, seeds, runs, num_cores, metric, print_line)
                 trials = tuning.trials_of(chosen, ranks)
             run_trials(study, trials, print_line)
         finish(study, described, metric)
+
+
+def refuse_remote_checkpoints(job: Job) -> None:
+    """Refuse the critical batch size of a job whose checkpoints this machine cannot read."""
+    from horovod_train.errors import UserError
+
+    raise UserError(
+        f"--critical-batch copies checkpoints, and {job.launch.launcher} keeps them on a volume",
+        hint="measure it where checkpoints can be read, such as with --set launch.launcher=horovodrun",
+    )
 
 
 def refuse_other_options(context: click.Context, *, is_critical: bool) -> None:

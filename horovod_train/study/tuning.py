@@ -45,6 +45,12 @@ class Tuning:
     metric: str | None
     report: Callable[[str], None]
 
+    def plain_trials_of(self, policies: Sequence[Policy], ranks: Sequence[int]) -> list[Trial]:
+        """Return the trials of the table without a search."""
+        return trials_of(
+            self.job, policies, ranks, self.num_seeds, folder=self.folder, num_cores=self.num_cores
+        )
+
     def trials_of(self, policies: Sequence[Policy], ranks: Sequence[int]) -> list[Trial]:
         """Tune the base rate of each policy on each number of ranks; return the trials of the table.
 
