@@ -143,13 +143,9 @@ def command(
             num_cores = len(os.sched_getaffinity(0))
             runs = folder if is_local else folder_of(described)  # on the volume
             tuning = Tuning(study, described, seeds, runs, num_cores, metric, print_line)
-            trials = tuning.plain_trials_of(
-                chosen, ranks
-            )  # refuses what is not possible, before any is trained
+            trials = tuning.plain_trials_of(chosen, ranks)  # what is not possible is refused first
             study.save()
-            if tune_lr:
-                trials = tuning.trials_of(chosen, ranks)
-            run_trials(study, trials, print_line)
+            run_trials(study, tuning.trials_of(chosen, ranks) if tune_lr else trials, print_line)
         finish(study, described, metric)
 
 
