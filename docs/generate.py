@@ -133,7 +133,9 @@ logs.
 
 - `time_unix_s`: time of writing, by the clock of the host that writes the file.
 - `rank`: the rank that reported the event; `null`: the launcher.
-- `kind`, and the fields below. Numbers may be `NaN` and `Infinity`, as written by Python's `json`.
+- `kind`, and the fields below. Numbers may be `NaN` and `Infinity`, as written by Python's `json`. The HTTP
+  API sends null in their place, and the field `not_finite`: a list of their places and values, such as
+  `[["metrics", "loss", "nan"]]`.
 
 Each start of a run begins with `opened`; a restarted job appends to the file. `format_version` is 1;
 it increases on incompatible changes. New kinds and new fields are compatible: ignore unknown ones. The file

@@ -9,11 +9,13 @@ parse the whole file, so that the number of its lines is limited, too.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from time import monotonic, time
+from typing import Any
 
 from horovod_train import __version__
 from horovod_train.events.thinning import places_to_keep
@@ -32,6 +34,10 @@ MAX_UNIX_S = 1 << 40
 def opened(job: str, run_id: str) -> Opened:
     """Return the first event of a start of a run."""
     return Opened(format_version=FORMAT_VERSION, package_version=__version__, job=job, run_id=run_id)
+
+
+NOT_FINITE = "not_finite"
+"""Field of lines of the HTTP API with the numbers that JSON does not have."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +220,46 @@ def parsed_records(lines: Iterable[str]) -> Iterator[Record]:
             continue
 
 
+def as_json(line: str) -> str:
+    """Return a line of the file as JSON for other languages: null in place of NaN and infinity.
+
+    The field ``not_finite`` has the places and values of these numbers.
+
+    >>> as_json('{"kind": "evaluation", "metrics": {"loss": NaN}}')
+    '{"kind": "evaluation", "metrics": {"loss": null}, "not_finite": [["metrics", "loss", "nan"]]}'
+    """
+    if "NaN" not in line and "Infinity" not in line:
+        return line
+    found: list[list[str | int]] = []
+    try:
+        document = _without_constants(json.loads(line), [], found)
+    except (ValueError, RecursionError):  # an incomplete line
+        return line
+    return json.dumps({**document, NOT_FINITE: found}) if isinstance(document, dict) and found else line
+
+
+def _without_constants(value: object, place: list[str | int], found: list[list[str | int]]) -> object:
+    """Return a value with None for numbers that are not finite, and add their places to ``found``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        found.append([*place, str(value)])
+        return None
+    if isinstance(value, dict):
+        return {key: _without_constants(each, [*place, key], found) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_constants(each, [*place, number], found) for number, each in enumerate(value)]
+    return value
+
+
+def _with_constants(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line of ``as_json`` with its numbers that are not finite."""
+    for *place, last, value in fields.pop(NOT_FINITE):
+        at: Any = fields
+        for part in place:
+            at = at[part]
+        at[last] = float(value)
+    return fields
+
+
 def as_record(line: str) -> Record:
     """Parse a line of the file.
 
@@ -221,6 +267,8 @@ def as_record(line: str) -> Record:
         ValueError: The line is incomplete or of another version; also KeyError, TypeError or RecursionError.
     """
     fields = json.loads(line)
+    if NOT_FINITE in fields:
+        line = json.dumps(_with_constants(fields))
     event = KINDS[fields["kind"]].model_validate_json(line)
     time_unix_s, rank = fields["time_unix_s"], fields["rank"]
     if not 0 <= time_unix_s < MAX_UNIX_S or not (rank is None or 0 <= rank < MAX_RANKS):

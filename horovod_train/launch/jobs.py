@@ -35,7 +35,7 @@ from horovod_train.system.threads import background_thread
 
 STATE_FILE = "state.json"
 CANCELLED_FILE = "cancelled"
-_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4,8}")
 LOG_FILE = "run.log"
 # Each state is padded to this size, so that it can be overwritten in place on a full disk.
 STATE_BYTES = 4095

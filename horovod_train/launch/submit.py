@@ -81,7 +81,7 @@ def _absolute(folder: str | None) -> str | None:
 
 def new_run_id() -> str:
     """Return a name for a run: the time, and random digits for runs of the same second."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}"
 
 
 def launcher_named(name: str) -> Launcher:

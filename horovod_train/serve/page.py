@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, partial
 from importlib.resources import files
@@ -143,16 +144,18 @@ class Page:
         """
         keys = request.query_params.getlist("key")[:MAX_COMPARED]
 
-        def document() -> str:
+        def document() -> tuple[str, str]:
             runs = [self._board.request_run(key) for key in dict.fromkeys(keys)]
             folders = [run[0].log_dir for run in runs if run is not None]
             known = [str(folder) for folder in folders if folder is not None]
             if not known or len(known) < len(folders):
                 raise HTTPException(404, "no such run on this host")
-            return as_html(report_of(records_of(known)))
+            records = records_of(known)
+            names = "-and-".join(record.name.replace("/", "-") for record in records[:2])
+            return as_html(report_of(records)), f"report-{re.sub(r'[^A-Za-z0-9._-]', '_', names)}.html"
 
-        text = await to_thread.run_sync(document)
-        headers = {"Content-Disposition": 'attachment; filename="report.html"'}
+        text, name = await to_thread.run_sync(document)
+        headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return Response(text, media_type="text/html", headers=headers)
 
     def _requested(self, request: Request) -> tuple[DisplayedRun, Readings]:

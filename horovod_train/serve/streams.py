@@ -11,6 +11,7 @@ from typing import Literal
 
 from horovod_train.client.local import LocalJob
 from horovod_train.errors import HorovodTrainError, LaunchError
+from horovod_train.events.file import as_json
 from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import PATIENCE_S
 from horovod_train.serve.documents import JobDocument
@@ -80,7 +81,7 @@ async def stream(
 
 def _encoded(what: Literal["events", "logs"], position: str, line: str) -> bytes:
     if what == "events":
-        return _event(position, "", line)
+        return _event(position, "", as_json(line))
     text = parse_line(line).readable()
     return b"" if text is None else _event(position, "", text)
 

@@ -31,6 +31,8 @@ ROLES: tuple[Role, ...] = get_args(Role)
 SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "QUERY", "TRACE"}
 SUBMIT_PATH = f"{API}/jobs"
 MIN_CHARS = 16
+MIN_DIFFERENT_CHARS = 6
+"""A random token of 16 hexadecimal digits has fewer different ones twice in 100,000 times."""
 RATE_PER_S = 50.0
 BURST = 1000
 """Requests of a token: ``RATE_PER_S`` on average, and at most ``BURST`` at once."""
@@ -146,10 +148,11 @@ def read_tokens(file: Path) -> list[tuple[Role, str]]:
         if not words or words[0].startswith("#"):
             continue
         role = next((each for each in ROLES if each == words[0]), None)
-        if role is None or len(words) != 2 or len(words[1]) < MIN_CHARS:
+        is_weak = len(words) != 2 or len(words[1]) < MIN_CHARS or len(set(words[1])) < MIN_DIFFERENT_CHARS
+        if role is None or is_weak:
             raise UserError(
                 f"{file}:{number}: expected a role ({', '.join(ROLES)}) and a token of at least "
-                f"{MIN_CHARS} characters",
+                f"{MIN_CHARS} characters, {MIN_DIFFERENT_CHARS} of them different",
                 hint="generate one with `openssl rand -hex 32`",
             )
         tokens.append((role, words[1]))

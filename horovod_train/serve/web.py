@@ -56,6 +56,24 @@ SECURITY_HEADERS = {
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
 }
+SIGN_IN_POLICY = SECURITY_HEADERS["Content-Security-Policy"].replace(
+    "form-action 'none'", "form-action 'self'"
+)
+SIGN_IN = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>horovod-train: token</title>
+<style>body { font: 16px sans-serif; margin: 3em auto; max-width: 34em; padding: 0 1em }</style>
+<h1>Jobs of horovod-train</h1>
+<p>The token is missing, or is not one of this server: <code>horovod-train serve</code> prints an address with
+a token, which changes at each start unless <code>HOROVOD_TRAIN_TOKEN</code> is set.</p>
+<form>
+<label>Token: <input name="token" type="password" required autofocus></label> <button>Open</button>
+</form>
+</html>
+"""
+"""What a browser shows without a token."""
 Result = TypeVar("Result")
 
 
@@ -111,6 +129,12 @@ class Guard:
             body = await _body(Headers(scope=scope), receive, limit_bytes)
         except Refusal as refusal:
             response = refused(scope, refusal.status, refusal.message)
+            if (
+                refusal.status == 401
+                and scope["path"] == "/"
+                and "text/html" in Headers(scope=scope).get("accept", "")
+            ):
+                response = Response(SIGN_IN, 401, {"Content-Security-Policy": SIGN_IN_POLICY}, "text/html")
             response.headers.update(refusal.headers)
             await response(scope, receive, send_with_headers)
             return

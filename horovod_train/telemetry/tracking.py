@@ -40,6 +40,9 @@ MAX_QUEUED_CALLS = 10_000
 CLOSE_S = 10.0
 """Maximum time for queued calls when the rank ends."""
 
+PREPARE_S = 60.0
+"""Maximum time for a tracker that prepares something on this machine, in addition."""
+
 CREDENTIALS = re.compile(r"//[^/@\s]+@")  # in a URL
 MAX_RANKS_SUMMARIZED = 128
 """Maximum number of ranks in the summary; with more ranks, the slowest ones."""
@@ -84,6 +87,11 @@ class TrackerThread:
     def close(self) -> None:
         """Wait for queued calls, for up to ``CLOSE_S``; report dropped calls."""
         self._queue.put(None)
+        end_s = monotonic() + PREPARE_S
+        while (
+            getattr(self.tracker, "is_preparing", False) and self._thread.is_alive() and monotonic() < end_s
+        ):
+            self._thread.join(0.1)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             num_waiting = self._queue.qsize()  # the last entry is the None from above

@@ -123,6 +123,24 @@ def read_all(connection):
     return size_bytes
 
 
+def test_streams_are_json_also_with_numbers_that_are_not_finite(client, port):
+    job = client.submit(JOB)
+    write_events(job.folder, progress(2, float("nan")), Evaluation(epoch=0, metrics={"a.b": float("-inf")}))
+    _, text = ask(port, f"/jobs/{job.id}/events?follow=false")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    documents = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert documents[0]["loss"] is None
+    assert documents[0]["not_finite"] == [["loss", "nan"]]
+    assert documents[1]["not_finite"] == [["metrics", "a.b", "-inf"]]
+    assert repr([record.event for record in job.events()][1]).endswith(
+        "metrics={'a.b': -inf}, step=None, is_within_epoch=False)"
+    )
+
+
 class TestAHandleThroughAServer:
     def test_is_that_of_a_job_on_this_machine(self, client, launcher):
         job = client.submit(JOB, {"train.epochs": 7})

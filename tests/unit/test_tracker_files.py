@@ -162,6 +162,21 @@ def killed_resumed_and_summarized(make, folder):
     tracker.end()
 
 
+def test_mlflow_removes_what_a_killed_rank_has_left(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    old, new = tmp_path / ".mlflow.db-old", tmp_path / ".mlflow.db-new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "mlflow.db").touch()
+    os.utime(old, (0, 0))
+    tracker = trained(MlFlow, tmp_path / "j", "a", 0, (1, {"loss": 1.0}))
+    tracker.end()
+
+    assert not tracker.is_preparing
+    assert not old.exists()
+    assert new.exists()
+
+
 def test_mlflow_has_each_step_once_and_the_job(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     killed_resumed_and_summarized(MlFlow, tmp_path / "j")

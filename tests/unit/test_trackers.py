@@ -6,7 +6,7 @@ import csv
 import re
 from contextlib import ExitStack
 from threading import Event
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 from support.training import Told, made
@@ -197,6 +197,25 @@ def test_a_tracker_that_hangs_as_it_closes_is_told_and_no_call_is_said_to_be_mis
     Kept.may_end.set()
     assert re.search(r"tracker .*Kept has not closed after 0.5 s", said)
     assert "is too slow" not in said
+    assert len(reports) > 2
+
+
+def test_a_tracker_that_prepares_something_is_waited_for(kept, monkeypatch):
+    monkeypatch.setattr(track, "CLOSE_S", 0.1)
+    monkeypatch.setattr(Kept, "is_preparing", True, raising=False)
+    start = Kept.start
+
+    def prepare(self, run):
+        sleep(1.0)
+        start(self, run)
+        self.is_preparing = False
+
+    monkeypatch.setattr(Kept, "start", prepare)
+
+    said, reports = tracked()
+
+    assert "dropped" not in said
+    assert kept.told[-1] == ("end",)
     assert len(reports) > 2
 
 

@@ -99,6 +99,17 @@ def test_nothing_is_read_without_the_token(page, path, headers):
     assert "horovod_train</title>" not in text
 
 
+def test_a_browser_without_a_token_is_asked_for_it(page):
+    status, headers, text = ask(page, "/", Accept="text/html,application/xhtml+xml")
+
+    assert status == 401
+    assert headers["Content-Type"].startswith("text/html")
+    assert "form-action 'self'" in headers["Content-Security-Policy"]
+    assert '<input name="token" type="password"' in text
+    assert ask(page, "/page/jobs", Accept="text/html")[1]["Content-Type"].startswith("text/plain")
+    assert ask(page, f"/?token={TOKEN}", Accept="text/html")[0] == 200  # what the form requests
+
+
 @pytest.mark.parametrize("token", [TOKEN[:-1], TOKEN[:1], "", TOKEN + "x", TOKEN.upper(), "é"])
 def test_a_part_of_the_token_is_none(page, token):
     assert ask(page, "/page/jobs", Authorization=f"Bearer {token}".encode())[0] == 401

@@ -103,7 +103,9 @@ class Tracker(Protocol):
 
     Its methods are called in its own thread, so that training does not wait for a slow tracker. After an
     exception, which is reported once, the tracker is disabled and training continues. If it also has a method
-    ``summarize(values)``, this is called with ``SummaryValues`` before ``end``, unless the rank was killed.
+    ``summarize(values)``, this is called with ``SummaryValues`` before ``end``, unless the rank was killed. A
+    job that ends waits longer for a tracker with a true attribute ``is_preparing``, such as one that creates
+    a database on this machine.
     """
 
     def start(self, run: TrackedRun) -> None:

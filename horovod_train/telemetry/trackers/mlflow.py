@@ -27,6 +27,8 @@ MAX_BATCH = 500
 
 MAX_PARAMS_PER_REQUEST = 100
 MAX_KEY_CHARS = 200
+LEFT_S = 3600.0
+"""Age from which an incomplete database is removed."""
 DATABASE = "mlflow.db"
 FOLDER_TAG, RUN_TAG = "horovod_train.folder", "horovod_train.run_id"
 STATES = {"succeeded": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
@@ -61,9 +63,16 @@ class MlFlow:
         self._experiment = experiment
         self._metrics: list[Any] = []
         self._flushed_s = 0.0
+        self.is_preparing = not (uri or os.environ.get("MLFLOW_TRACKING_URI"))
 
     def start(self, run: TrackedRun) -> None:
         """Create an MLflow run, or continue that of the run that is resumed."""
+        try:
+            self._start(run)
+        finally:
+            self.is_preparing = False
+
+    def _start(self, run: TrackedRun) -> None:
         mlflow = import_optional("mlflow", needed_by="the tracker mlflow", hint=EXTRA)
         self._entities, self._error = mlflow.entities, mlflow.exceptions.MlflowException
         store = run.folder.parent
@@ -189,6 +198,9 @@ def _create_database(client: Callable[..., object], path: Path) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{path.name}-*"):  # a rank was killed while it created one
+        if time() - left.stat().st_mtime > LEFT_S:
+            shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     try:
         client(tracking_uri=f"sqlite:///{folder / path.name}")
