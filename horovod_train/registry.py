@@ -77,7 +77,7 @@ class Registry:
         return found
 
     def make(self, name: str, call: Callable[[Any], Any], *, args_field: str) -> Any:
-        """Import the class of a row, or of an import path ``module:Class``, and return an instance.
+        """Import the class of a row, of ``module:Class`` or of ``/path/file.py:Class``; return an instance.
 
         ``call`` calls the class or function with the job's arguments, which are in the field ``args_field``.
 
@@ -85,7 +85,10 @@ class Registry:
             UnknownNameError: The table has no such name.
             UserError: The class cannot be imported, or raises TypeError or ValueError for its arguments.
         """
-        factory = self._load(name if ":" in name else self.location(name), name)
+        if name.rpartition(":")[0].endswith(".py"):
+            factory = load_location(name, self)
+        else:
+            factory = self._load(name if ":" in name else self.location(name), name)
         try:
             return call(factory)
         except (TypeError, ValueError) as error:

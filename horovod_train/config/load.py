@@ -348,10 +348,18 @@ def _anchor_paths(tree: Tree, folder: Path, problems: list[Problem]) -> None:
     if isinstance(lr := tree.get("lr"), dict):
         for field in ("scaling", "decay"):
             _anchor(lr, field, f"lr.{field}", folder, problems)
-    optimizer = tree.get("optimizer")
-    if isinstance(optimizer, dict) and isinstance(schedules := optimizer.get("schedules"), dict):
-        for name in schedules:
-            _anchor(schedules, name, f"optimizer.schedules.{name}", folder, problems)
+    if isinstance(optimizer := tree.get("optimizer"), dict):
+        _anchor(optimizer, "name", "optimizer.name", folder, problems)
+        if isinstance(schedules := optimizer.get("schedules"), dict):
+            for name in schedules:
+                _anchor(schedules, name, f"optimizer.schedules.{name}", folder, problems)
+    allreduce, metrics = tree.get("allreduce"), tree.get("metrics")
+    if isinstance(allreduce, dict) and isinstance(codec := allreduce.get("codec"), dict):
+        _anchor(codec, "name", "allreduce.codec.name", folder, problems)
+    trackers = metrics.get("trackers") if isinstance(metrics, dict) else None
+    for number, tracker in enumerate(trackers if isinstance(trackers, list) else ()):
+        if isinstance(tracker, dict):
+            _anchor(tracker, "name", f"metrics.trackers.{number}.name", folder, problems)
 
 
 def _anchor(section: Tree, field: str, path: str, folder: Path, problems: list[Problem]) -> None:

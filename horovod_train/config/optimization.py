@@ -29,7 +29,7 @@ class Optimizer(Section):
     """Optimizer and its arguments. The section ``lr`` sets the learning rate."""
 
     name: ImportPath | Name = "sgd"
-    """sgd, adam, adamw, lars, lamb, or an import path ``module:Class``."""
+    """sgd, adam, adamw, lars, lamb, ``module:Class`` or ``file.py:Class``."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of the optimizer, such as ``momentum: 0.9``."""

@@ -44,8 +44,18 @@ def code_files_exist(job: Job) -> Iterator[Problem]:
     if job.task.startswith("__main__:"):
         hint = "put it into a file, and write task: FILE.py:" + job.task.partition(":")[2]
         yield Problem("task", repr(job.task), "is in the program itself, which ranks do not import", hint)
+    trackers = {f"metrics.trackers.{n}.name": each.name for n, each in enumerate(job.metrics.trackers)}
+    codec = {} if job.allreduce.codec is None else {"allreduce.codec.name": job.allreduce.codec.name}
     schedules = {f"optimizer.schedules.{name}": value for name, value in job.optimizer.schedules.items()}
-    locations = {"task": job.task, "lr.scaling": job.lr.scaling, "lr.decay": job.lr.decay, **schedules}
+    locations = {
+        "task": job.task,
+        "optimizer.name": job.optimizer.name,
+        "lr.scaling": job.lr.scaling,
+        "lr.decay": job.lr.decay,
+        **schedules,
+        **codec,
+        **trackers,
+    }
     for path, location in locations.items():
         file, _, attribute = location.rpartition(":") if isinstance(location, str) else ("", "", "")
         if not file.endswith(".py") and "/" in file:

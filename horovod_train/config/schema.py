@@ -178,7 +178,7 @@ class Codec(Section):
     """Gradient compression by a codec, in place of ``allreduce.wire_dtype``."""
 
     name: ImportPath | Name
-    """Name of the codec (see docs/strategies.md), or an import path ``module:Class``."""
+    """Name of the codec (see docs/strategies.md), ``module:Class`` or ``file.py:Class``."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of the codec, such as ``keep: 0.01``."""
@@ -224,7 +224,7 @@ class Tracking(Section):
     """Experiment tracker to which rank 0 logs losses and metrics."""
 
     name: ImportPath | Name
-    """csv, jsonl, tensorboard, mlflow, wandb, or an import path ``module:Class`` (see docs/monitoring.md)."""
+    """csv, jsonl, tensorboard, mlflow, wandb (docs/monitoring.md), ``module:Class`` or ``file.py:Class``."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of the tracker, such as ``path: metrics.csv``. Not for secrets."""

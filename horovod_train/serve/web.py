@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
@@ -56,24 +57,10 @@ SECURITY_HEADERS = {
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
 }
+SIGN_IN = (files("horovod_train.serve") / "page_files" / "sign_in.html").read_bytes()
 SIGN_IN_POLICY = SECURITY_HEADERS["Content-Security-Policy"].replace(
     "form-action 'none'", "form-action 'self'"
 )
-SIGN_IN = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>horovod-train: token</title>
-<style>body { font: 16px sans-serif; margin: 3em auto; max-width: 34em; padding: 0 1em }</style>
-<h1>Jobs of horovod-train</h1>
-<p>The token is missing, or is not one of this server: <code>horovod-train serve</code> prints an address with
-a token, which changes at each start unless <code>HOROVOD_TRAIN_TOKEN</code> is set.</p>
-<form>
-<label>Token: <input name="token" type="password" required autofocus></label> <button>Open</button>
-</form>
-</html>
-"""
-"""What a browser shows without a token."""
 Result = TypeVar("Result")
 
 

@@ -125,3 +125,34 @@ def test_averages_of_the_optimizer_replace_the_weights_once_at_the_end(tmp_path,
     }
 
     assert largest_difference([weights["kernel"], weights["bias"]], expected) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "back_end", ["tensorflow", *[pytest.param(e, marks=pytest.mark.campaign) for e in ("torch", "jax")]]
+)
+def test_weights_of_tokens_train_as_in_one_process(tmp_path, back_end):
+    """The last of six steps has fewer samples than the others."""
+    program, variables = PROGRAMS / "keras_tokens.py", environment(KERAS_BACKEND=back_end)
+    subprocess.run(
+        [BIN / "python", program, tmp_path / "plain.npz"], env=variables, check=True, timeout=TIMEOUT_S
+    )
+    job = write_job(
+        tmp_path / "job.yaml",
+        framework="keras",
+        task=f"{program}:Tokens",
+        run_dir=str(tmp_path / "runs"),
+        train={"epochs": 2, "batch_size_per_rank": 2},
+        optimizer={"name": "sgd"},
+        data={"shuffle": False},
+        lr={"base_lr": 0.5, "scaling": "none"},
+        launch={"num_ranks": 2, "threads_per_rank": 1},
+    )
+    cli("run", str(job), cwd=tmp_path, KERAS_BACKEND=back_end)
+    path = list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")[0].path
+    with np.load(tmp_path / "plain.npz") as found:
+        expected = [found[name] for name in found.files]
+    weights = {
+        name.rpartition("/")[2]: value for name, value in load_file(path / "model.safetensors").items()
+    }
+
+    assert largest_difference([weights["kernel"], weights["bias"]], expected) <= 1e-6

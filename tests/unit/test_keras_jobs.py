@@ -140,6 +140,17 @@ except UserError as error:
 else:
     raise AssertionError
 
+from horovod_train.frameworks.keras.framework import refuse_joined_steps
+
+refuse_joined_steps({})
+refuse_joined_steps({"steps_per_execution": 1})
+try:
+    refuse_joined_steps({"steps_per_execution": 8})
+except UserError as error:
+    assert "steps_per_execution=8" in str(error), error
+else:
+    raise AssertionError
+
 for asked in ({}, {"jit_compile": "auto"}, {"jit_compile": False}):
     TensorflowBackEnd().check_compile(asked)
     assert asked == {"jit_compile": False}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
+from copy import deepcopy
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 from horovod_train import registry
-from horovod_train.errors import UnknownNameError, UserError
+from horovod_train.config.load import job_from
+from horovod_train.errors import ConfigError, UnknownNameError, UserError
 from horovod_train.launch.base import Launcher
-from horovod_train.registry import CODECS, HOOKS, LAUNCHERS, STRATEGIES, TRACKERS, Registry
+from horovod_train.registry import CODECS, HOOKS, LAUNCHERS, STRATEGIES, TRACKERS, Registry, optimizers_of
 
 PACKAGE = Path(registry.__file__).parent
 
@@ -76,6 +78,38 @@ def test_a_class_with_a_former_name_of_a_member_is_refused_with_the_new_name(mon
 
 class Theirs:
     """A class of another package."""
+
+
+def test_a_class_is_made_from_a_file(tmp_path):
+    file = tmp_path / "own_optimizers.py"
+    file.write_text("def twice(lr):\n    return 2 * lr\n")
+    table = optimizers_of("torch")
+
+    assert table.make(f"{file}:twice", lambda factory: factory(lr=0.5), args_field="optimizer.args") == 1.0
+    with pytest.raises(UserError, match="has no 'thrice'"):
+        table.make(f"{file}:thrice", lambda factory: factory(), args_field="optimizer.args")
+
+
+@pytest.mark.parametrize(
+    ("path", "section"),
+    [
+        ("optimizer.name", {"optimizer": {"name": "own.py:Made"}}),
+        ("allreduce.codec.name", {"allreduce": {"codec": {"name": "own.py:Made"}}}),
+        ("metrics.trackers.0.name", {"metrics": {"trackers": [{"name": "own.py:Made"}]}}),
+    ],
+)
+def test_a_file_is_found_beside_the_job(tmp_path, path, section):
+    (tmp_path / "own.py").write_text("class Made: pass\n")
+    fields = {"name": "j", "task": "digits", "lr": {"scaling": "none"}, **section}
+    tree = job_from(deepcopy(fields), tmp_path, "job.yaml", environ={}).model_dump(mode="json")
+    for part in path.split("."):
+        tree = tree[int(part) if part.isdecimal() else part]
+
+    assert tree == f"{tmp_path}/own.py:Made"
+    (tmp_path / "own.py").unlink()
+    with pytest.raises(ConfigError) as error:
+        job_from(fields, tmp_path, "job.yaml", environ={})
+    assert [problem.path for problem in error.value.problems] == [path]
 
 
 @pytest.mark.parametrize("name", LAUNCHERS.builtin)

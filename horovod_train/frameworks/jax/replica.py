@@ -251,7 +251,15 @@ class JaxReplica(IdenticalReplica):
         if (limit := self._train.clip_grad_norm) is not None:
             factor = jnp.where(norm > limit, limit / norm, 1.0)
             gradients = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
-        updates, new_state = self._optimizer.update(gradients, state, params)
+        try:
+            updates, new_state = self._optimizer.update(gradients, state, params)
+        except TypeError as error:
+            if "keyword-only" not in str(error):
+                raise
+            raise UserError(
+                f"the optimizer needs values of the loss in its update, which steps do not give: {error}",
+                hint="use an optimizer that needs gradients alone; for a plateau, use lr.decay: plateau",
+            ) from error
         new_params = optax.apply_updates(params, updates)
         if looks:
             keep = partial(jnp.where, jnp.isfinite(norm))
@@ -347,7 +355,22 @@ def named_leaves(tree: object) -> dict[str, jax.Array]:
 
 def blobs_of(tree: object) -> dict[str, ArrayBlob]:
     """Return copies of the arrays of a pytree as bytes, by path."""
-    return {name: to_blob(np.array(leaf)) for name, leaf in named_leaves(tree).items()}
+    return {name: to_blob(np.array(_numbers(leaf))) for name, leaf in named_leaves(tree).items()}
+
+
+def _numbers(leaf: jax.Array) -> jax.Array:
+    """Return an array, or the numbers of a random key, which NumPy does not have."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _is_key(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+
+
+def _like(leaf: jax.Array, numbers: np.ndarray) -> jax.Array:
+    """Return stored numbers in the form of a leaf."""
+    found = jnp.asarray(numbers)
+    return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else found
 
 
 def filled(tree: Tree, blobs: Mapping[str, ArrayBlob], what: str) -> Tree:
@@ -357,7 +380,7 @@ def filled(tree: Tree, blobs: Mapping[str, ArrayBlob], what: str) -> Tree:
         CheckpointError: Paths or shapes differ.
     """
     by_name = named_leaves(tree)
-    check_fits({name: tuple(np.shape(leaf)) for name, leaf in by_name.items()}, blobs, what)
+    check_fits({name: tuple(np.shape(_numbers(leaf))) for name, leaf in by_name.items()}, blobs, what)
     return jax.tree.unflatten(
-        jax.tree.structure(tree), [jnp.asarray(from_blob(blobs[name])) for name in by_name]
+        jax.tree.structure(tree), [_like(leaf, from_blob(blobs[name])) for name, leaf in by_name.items()]
     )

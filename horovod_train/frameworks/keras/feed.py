@@ -30,8 +30,14 @@ def feed(
 
 
 def weighted(batch: tuple[object, ...], weight: float) -> tuple[object, ...]:
-    """Return a batch with a weight for each sample, multiplied by the batch's own weights, if any."""
+    """Return a batch with a weight for each sample, multiplied by the batch's own weights, if any.
+
+    Own weights may have further dimensions, such as one weight for each token.
+    """
     inputs, labels, own = (*batch, None)[:3]
     # Also if the weight is 1: all batches of a stream must have the same structure.
     weights = np.full(batch_length(labels), weight, np.float32)
-    return inputs, labels, weights if own is None else weights * np.asarray(own, np.float32)
+    if own is not None:
+        of_batch = np.asarray(own, np.float32)
+        weights = weights.reshape(-1, *[1] * (of_batch.ndim - 1)) * of_batch
+    return inputs, labels, weights

@@ -16,6 +16,7 @@ from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
 from horovod_train.frameworks.callbacks import (
@@ -83,6 +84,7 @@ class KerasFramework:
         self._exchange = exchange_of(optimizer)
         arguments = self._task.compile()
         check_reduction(arguments.get("loss"))
+        refuse_joined_steps(arguments)
         if world.size > 1:
             back_end().check_compile(arguments)
         if world.size > 1 or job.train.accumulation_steps > 1:
@@ -182,6 +184,20 @@ class KerasFramework:
         keras.utils.set_random_seed(mixed % 2**32)
         random.seed(mixed)
         variables.seed(self._seeds, mixed)
+
+
+def refuse_joined_steps(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of ``compile`` that let Keras report several steps as one.
+
+    Raises:
+        UserError: There is one.
+    """
+    if (number := arguments.get("steps_per_execution", 1)) != 1:
+        raise UserError(
+            f"compile() says steps_per_execution={number!r}, and a job sets the learning rate of each step, "
+            "and records its loss",
+            hint="leave it out",
+        )
 
 
 class _StepTimer(keras.callbacks.Callback):

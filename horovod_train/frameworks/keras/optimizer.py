@@ -90,7 +90,9 @@ class _AppliesTheMean(_Distributed):
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         self._name = name_of_exchange(grads)  # Keras removes gradients that are None before it clips
-        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        variables = trainable_variables or self._trainable_variables  # type: ignore[attr-defined]
+        shaped = back_end().with_shapes(list(grads), [variable.shape for variable in variables])
+        return super().apply(shaped, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[keras.KerasTensor]) -> Sequence[keras.KerasTensor]:
         return super()._clip_gradients(self._mean_of_ranks(grads))  # type: ignore[misc]

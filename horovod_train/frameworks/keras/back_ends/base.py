@@ -69,6 +69,10 @@ class BackEnd:
     def sync_variables(self, model: keras.Model) -> None:
         """Update a model's variables, if ``fit`` stores their values elsewhere during an epoch."""
 
+    def with_shapes(self, gradients: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        """Return gradients with known shapes, if a graph does not know them."""
+        return gradients
+
     def set_training(self, model: keras.Model) -> None:
         """Set the mode of training again after an evaluation within ``fit``, if the back end has modes."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -52,6 +52,13 @@ class TensorflowBackEnd(BackEnd):
                 hint="leave jit_compile out, or use KERAS_BACKEND=jax, where it can",
             )
         arguments["jit_compile"] = False
+
+    def with_shapes(self, gradients: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        """Return gradients with known shapes; that of a Dense layer on 3 dimensions is not known."""
+        return [
+            each if each is None or isinstance(each, tf.IndexedSlices) else tf.ensure_shape(each, shape)
+            for each, shape in zip(gradients, shapes, strict=True)
+        ]
 
     def stream(self, batches: Iterator[tuple[object, ...]]) -> AbstractContextManager[object]:
         """Return a context with a ``tf.data.Dataset``."""
