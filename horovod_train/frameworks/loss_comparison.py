@@ -84,8 +84,9 @@ class LossComparison:
         losses, reason = found or ([], "")
         error = "" if problem is None else f"{type(problem).__name__}: {problem}"[:300]
         # All ranks decide by the same numbers, which may differ in the last bits: those of rank 0.
-        of_ranks = allgather_json(self._world, (error, reason, losses))
-        errors, reasons, all_losses = zip(*of_ranks, strict=True)
+        of_ranks = allgather_json(self._world, (error, reason, losses, getattr(self._replica, "read", [])))
+        errors, reasons, all_losses, names = zip(*of_ranks, strict=True)
+        self._replica.python_state.read.update(name for of_rank in names for name in of_rank)
         if why := next(filter(None, errors), ""):
             return self._ends(f"losses are not compared with those of one process: {why}")
         if why := next(filter(None, reasons), ""):

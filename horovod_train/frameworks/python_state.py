@@ -66,6 +66,8 @@ class PythonState:
 
     Attributes:
         not_restored: Values that the checkpoint from which the job has resumed does not contain.
+        read: Names of tensors in attributes of modules that passes read before they write them, such as a
+            queue of embeddings. They are compared between ranks; others are activations. Equal on all ranks.
     """
 
     def __init__(self, world: Communicator, roots: Sequence[Root], part: int = 0) -> None:
@@ -73,6 +75,7 @@ class PythonState:
         trained = [root for root in roots if root.is_trained]
         self._roots = [*trained, *(root for root in roots if not root.is_trained), *code_of(roots)]
         self._packages = packages_of(roots)
+        self.read: set[str] = set()
         # Values stay in memory: a mark may contain an address, which another value must not get.
         self._before = self._walk()
         self._initial = {
@@ -86,7 +89,7 @@ class PythonState:
 
     def _walk(self) -> dict[str, Walk]:
         seen: set[int] = set()
-        return {root.id: Walk(root, seen, self._packages) for root in self._roots}
+        return {root.id: Walk(root, seen, self._packages, self.read) for root in self._roots}
 
     def changed(self) -> tuple[dict[Place, Member], dict[str, str]]:
         """Return the changed values, and the names of those that cannot be saved with the reason."""
@@ -130,6 +133,8 @@ class PythonState:
         texts: list[dict[str, str]] = allgather_json(self._world, mine)
         found = {}
         for name in sorted(differing):
+            if name in self.read and len({texts[rank].get(name) for rank in differing[name]}) > 1:
+                continue  # of different shapes: a table that grows with the longest sequence
             values = (
                 f"{texts[rank].get(name, 'unchanged')} on {describe_ranks([rank])}"
                 for rank in differing[name]
@@ -209,10 +214,10 @@ class PythonState:
         for each, data in zip(generators, before, strict=True):
             decoded(data, each)
 
-    def not_restored_values(self) -> tuple[list[Any], list[str]]:
-        """Return tensors, and names of iterators, of the task and models: ``restored`` leaves them."""
+    def not_restored_values(self) -> tuple[dict[str, Any], list[str]]:
+        """Return tensors by name, and names of iterators: ``restored`` leaves them."""
         members = [member for _, member in _members(self._walk_of_code())]
-        tensors = [each.value for each in members if each.kind == "plain" and is_tensor(each.value)]
+        tensors = {m.name: m.value for m in members if m.kind == "plain" and is_tensor(m.value)}
         return tensors, [each.name for each in members if _is_iterator(each)]
 
     @contextmanager

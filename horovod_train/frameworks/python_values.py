@@ -96,8 +96,10 @@ class Walk:
         is_complete: False: there are more than ``MAX_OBJECTS``.
     """
 
-    def __init__(self, root: Root, seen: set[int], own_packages: Collection[str]) -> None:
-        self._root, self._seen, self._own = root, seen, own_packages
+    def __init__(
+        self, root: Root, seen: set[int], own_packages: Collection[str], read: Collection[str] = ()
+    ) -> None:
+        self._root, self._seen, self._own, self._read = root, seen, own_packages, read
         self.objects: dict[Path, dict[Key, Member]] = {}
         self.is_complete = True
         if _is_module(root.target) and root.is_trained:
@@ -157,7 +159,7 @@ class Walk:
         if is_plain(value, by_sample=True, any_text=False) and not (is_library and is_tensor(value)):
             is_shared = self._root.is_shared and not is_library and not is_generator(value)
             if _is_module(holder) and is_tensor(value) and value.numel() > 1:
-                is_shared = False  # mostly activations
+                is_shared = name in self._read  # others are activations
             return Member(name, value, "plain", fingerprint(value, by_identity=True), is_shared)
         if is_library and not _is_module(value):
             return None

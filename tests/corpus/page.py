@@ -27,8 +27,9 @@ HEAD = """# Models and strategies
 Models and training loops of `tests/corpus` are small; each is written to be difficult for one of the
 mechanisms by which strategies work. **yes**: ranks end with the weights and buffers of a plain loop over the
 joint batch in one process, with SGD, and with AdamW, accumulation and clipping. A number: the job ends with
-exit code 2, in one of these settings at least, for the reason below. Empty: not run. No other result occurs: no model ends with other weights,
-and none hangs. Campaign tests train all models on two and on three ranks, `make test` every thirtieth pair.
+exit code 2, in one of these settings at least, for the reason below. Empty: not run. No other result occurs:
+no model ends with other weights, and none hangs. Campaign tests train all models on two and on three ranks,
+`make test` every thirtieth pair.
 
 Your own models are compared in the same way: the plain model runs the first steps under a strategy
 as well (`health.verify_strategy`), and a difference ends the job.

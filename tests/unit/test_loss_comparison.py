@@ -25,7 +25,7 @@ class Replica:
 
     def __init__(self, loss, is_random=False):
         self.loss, self.is_random, self.num_restored = loss, is_random, 0
-        self.python_state = SimpleNamespace(restored=lambda **_: nullcontext())
+        self.python_state = SimpleNamespace(restored=lambda **_: nullcontext(), read=set())
 
     def losses_of(self, batches):
         return [self.loss(batch) for batch in batches], "they are random" if self.is_random else ""

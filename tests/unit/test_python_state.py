@@ -456,6 +456,31 @@ def test_only_numbers_are_shown(make, text):
         assert "secret" not in differences["task.own"]
 
 
+class HasTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("read", "sizes", "expected"),
+    [
+        ({"model.table"}, [4, 4], ["model.table"]),
+        ({"model.table"}, [4, 6], []),  # grows with the longest sequence
+        (set(), [4, 4], []),  # an activation
+    ],
+)
+def test_tensors_of_modules_are_compared_if_passes_read_them(read, sizes, expected):
+    def rank(world):
+        model = HasTable()
+        state = state_of(model, world=world)
+        state.read |= read
+        model.table = torch.full((sizes[world.rank],), float(world.rank + 1))
+        return list(state.differences())
+
+    assert on_ranks(2, rank) == [expected] * 2
+
+
 def test_rank_0_saves_for_all_unless_they_differ():
     equal = on(3, lambda task, _: vars(task).update(shared=1))
     different = on(3, lambda task, rank: vars(task).update(own=rank // 2))

@@ -13,7 +13,7 @@ import torch
 from horovod_train.frameworks.python_state import PythonState
 from horovod_train.frameworks.torch.comm.sync_batch_norm import SyncBatchNormMixin
 from horovod_train.frameworks.torch.state.generators import seed_generators
-from horovod_train.frameworks.torch.verify.untouched import traceless
+from horovod_train.frameworks.torch.verify.untouched import names_read, traceless
 
 
 class ModuleLosses:
@@ -26,6 +26,7 @@ class ModuleLosses:
 
     def __init__(self, module: lightning.LightningModule, python_state: PythonState) -> None:
         self._module, self.python_state = module, python_state
+        self.read: list[str] = []
         self._has_gathered = False
 
     @property
@@ -40,8 +41,10 @@ class ModuleLosses:
         module = self._module
         if any(isinstance(each, SyncBatchNormMixin) for each in module.modules()):
             return [], "layers use the samples of all ranks"
-        with self._without_logging(), traceless(module) as mode:
+        tensors, _ = self.python_state.not_restored_values()
+        with self._without_logging(), traceless(module, tensors.values()) as mode:
             losses = [self._loss_of(batch) for batch in (*batches, batches[-1])]
+        self.read = names_read(tensors, mode.read)
         if self._has_gathered:
             return [], "the module gathers the samples of all ranks"
         if mode.unknown or losses[-1] != losses[-2]:

@@ -165,7 +165,9 @@ class TensorflowReplica(VariablesReplica):
 
     def losses_of(self, batches: Sequence[object]) -> tuple[list[float], str]:
         """Return the losses of some batches, and whether the last one is another one if computed again."""
-        of_task = [v for v in self.python_state.not_restored_values()[0] if isinstance(v, tf.Variable)]
+        of_task = [
+            v for v in self.python_state.not_restored_values()[0].values() if isinstance(v, tf.Variable)
+        ]
         state = [v for v in map(tf_variable, self.model.variables) if not v.trainable]
         before = [(variable, variable.numpy()) for variable in (*state, *of_task)]
 

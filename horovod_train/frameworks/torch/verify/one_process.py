@@ -45,7 +45,7 @@ from horovod_train.frameworks.torch.verify.projections import (
     weighted_sum,
 )
 from horovod_train.frameworks.torch.verify.room import has_room_for_samples
-from horovod_train.frameworks.torch.verify.untouched import Untouched, traceless
+from horovod_train.frameworks.torch.verify.untouched import Untouched, names_read, traceless
 from horovod_train.frameworks.torch.verify.verification import (
     GPU_LIMIT,
     GRADIENT_LIMITS,
@@ -93,7 +93,8 @@ class OneProcess:
         self._unknown: set[str] = set()
         self._lost: set[str] = set()  # names of weights
         self._dtypes = {torch.float32}  # the least that is tolerated; and types that passes have used
-        self._of_task: list[Any] = []
+        self._of_task: dict[str, Any] = {}
+        self._storages_read: set[int] = set()  # storages of the task's tensors that passes have read
         self._is_finite = True
         self._reason: str | None = None  # why nothing is compared any more
 
@@ -133,6 +134,8 @@ class OneProcess:
         self._unknown.clear()
         self._is_finite = True
         finding = self._finding(batches)
+        names = allgather_json(self._world, names_read(self._of_task, self._storages_read))
+        self._replica.python_state.read.update(name for of_rank in names for name in of_rank)
         if finding is None:
             return self._reason if self._is_finite else ""
         self._reason = finding.text
@@ -391,13 +394,16 @@ class OneProcess:
         try:
             with (
                 replica.python_state.restored() as lost,
-                traceless(replica.model, self._of_task, replica.strategy.transient_weights()) as mode,
+                traceless(
+                    replica.model, self._of_task.values(), replica.strategy.transient_weights()
+                ) as mode,
             ):
                 yield mode
         finally:
             if mode is not None:
                 self._unknown |= mode.unknown
                 self._lost |= mode.lost
+                self._storages_read |= mode.read
                 self._dtypes |= mode.dtypes
         if lost:
             log.warning("the comparison with one process has changed %s", ", ".join(lost[:3]))

@@ -6,7 +6,7 @@ randomness. Each operation that draws returns a value that every sample may have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,7 +76,9 @@ def traceless(
     """
     random_state = rng_state()
     weights = () if transient else model.parameters()
-    mode = Untouched([*weights, *model.buffers(), *others], transient)
+    kept = list(others)
+    mode = Untouched([*weights, *model.buffers(), *kept], transient)
+    mode.others = set(map(storage_of, kept))
     try:
         with same_modules(model), mode:
             seed_generators(0, 0, 0)
@@ -95,6 +97,8 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         lost: Names of transient tensors that operations wrote.
+        read: Storages of tensors besides those of the model whose content operations read before they were
+            replaced.
         unknown: Names of operations that drew random numbers, and for which no constant is known.
         dtypes: Types of the floating-point numbers that operations read.
     """
@@ -105,6 +109,9 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._transient = transient or {}
         self.lost: set[str] = set()
+        self.others: set[int] = set()
+        self.read: set[int] = set()
+        self._written: set[int] = set()
         self.unknown: set[str] = set()
         self.dtypes: set[torch.dtype] = set()
         self._whole = [
@@ -125,14 +132,18 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Copy what an operation changes; replace random numbers by constants."""
         named = dict(kwargs or {})
-        for tensor in _written(func, args, named):
+        written = list(_written(func, args, named))
+        for tensor in written:
             self._remember(tensor, is_of_strategy=func.namespace in OF_STRATEGIES)
         floats = (each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point())
         self.dtypes.update(floats)
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         result = self._constant(func, args, named) if is_drawn else func(*args, **named)
         before = {_storage(each) for each in _tensors((*args, *named.values()))}
-        self._made |= {_storage(each) for each in _tensors((result,))} - before
+        after = {_storage(each) for each in _tensors((result,))}
+        self._made |= after - before
+        self.read |= (before & self.others) - after - self._written  # neither views, nor what was replaced
+        self._written |= {_storage(to_local(each.detach())) for each in written if storage_of(each)}
         return result
 
     def _remember(self, tensor: torch.Tensor, *, is_of_strategy: bool) -> None:
@@ -205,6 +216,18 @@ def name_of(func: Any) -> str:
 
 def _storage(local: torch.Tensor) -> int:
     return int(local.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what identifies the memory of a tensor as long as it exists; 0: it has none of its own."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return 0
+    return _storage(to_local(tensor.detach()))
+
+
+def names_read(tensors: Mapping[str, torch.Tensor], read: Collection[int]) -> list[str]:
+    """Return the names of tensors whose storages were read."""
+    return sorted(name for name, tensor in tensors.items() if storage_of(tensor) in read)
 
 
 def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
