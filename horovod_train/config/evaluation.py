@@ -76,7 +76,7 @@ class Checkpoint(Section):
     """Number of newest checkpoints to retain."""
 
     best: Best | None = None
-    """Criterion of a best checkpoint, which is also retained; null: none."""
+    """Criterion of a best checkpoint, which is also saved and retained; null: none."""
 
     resume: Literal["auto", "never", "required"] = "auto"
     """auto: resume from the newest valid checkpoint, if any; required: fail if none; never: start over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from threading import Event
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from support.training import Framework, Told, made, manager_of
+from support.training import Framework, Task, Told, made, manager_of
 from support.worlds import on_ranks
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
@@ -189,12 +190,12 @@ class TestCheckReplicasIdentical:
 
 
 class TestSaveCheckpoints:
-    def saved(self, folder, size=1, before=(), identical_steps=1, **job):
+    def saved(self, folder, size=1, before=(), identical_steps=1, task=None, **job):
         """Train on every rank with checkpoints; return the steps that were saved, and the runs."""
         section = {"every": None, "keep_last": 100, **job.pop("checkpoint", {})}
 
         def rank(world):
-            run = made(world, checkpoint=section, **job)
+            run = made(world, task, checkpoint=section, **job)
             identical_every(identical_steps, run.replica)
             manager = manager_of(folder, run)
             run.hooks = [*before, SaveCheckpoints(manager, Framework()), *run.hooks]
@@ -221,6 +222,21 @@ class TestSaveCheckpoints:
     )
     def test_saves_when_the_job_says_and_at_the_end(self, tmp_path, section, steps):
         found, _ = self.saved(tmp_path, checkpoint=section, train={"epochs": 3})
+
+        assert found == steps
+
+    @pytest.mark.parametrize(
+        ("mode", "values", "steps"),
+        [
+            ("max", [1, 3, 2, 5], [5, 10, 20]),
+            ("min", [3, 1, 2, 4], [5, 10, 20]),
+            ("max", [math.nan] * 4, [20]),
+        ],
+    )
+    def test_saves_the_best_evaluation_so_far(self, tmp_path, mode, values, steps):
+        """And the end; the metric of the last epoch is that of step 20."""
+        best = {"metric": "quality", "mode": mode}
+        found, _ = self.saved(tmp_path, task=Task(values), checkpoint={"best": best}, train={"epochs": 4})
 
         assert found == steps
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.frameworks.base import Framework
@@ -11,12 +13,14 @@ from horovod_train.training.run import Run
 
 
 class SaveCheckpoints(Hook):
-    """Saves checkpoints at the job's intervals, and at the end of training."""
+    """Saves checkpoints at the job's intervals, after the best evaluation so far, and at the end."""
 
     def __init__(self, manager: CheckpointManager, framework: Framework) -> None:
         self._manager = manager
         self._framework = framework
         self._passed: list[int] = []
+        self._best: float | None = None  # of this start
+        self._is_best = False
 
     @classmethod
     def of(cls, parts: HookParts) -> SaveCheckpoints:
@@ -28,6 +32,15 @@ class SaveCheckpoints(Hook):
     def on_start(self, run: Run) -> None:
         """Count intervals from the start of the training."""
         self._passed = self._passed_now(run)
+
+    def on_evaluation(self, run: Run, *, begins: bool) -> None:
+        """Compare the metric of ``checkpoint.best``; after a start, the first evaluation is the best one."""
+        rule = run.job.checkpoint.best
+        if begins or rule is None:
+            return
+        value = run.progress.metrics.get(rule.metric, math.nan) * (1 if rule.mode == "max" else -1)
+        if math.isfinite(value) and (self._best is None or value > self._best):
+            self._best, self._is_best = value, True
 
     def on_step(self, run: Run) -> None:
         """Save after steps within an epoch, as soon as replicas are identical."""
@@ -43,13 +56,13 @@ class SaveCheckpoints(Hook):
         now = self._passed_now(run)
         if any(new < old for new, old in zip(now, self._passed, strict=True)):
             self._passed = now  # a checkpoint was restored
-        return now != self._passed
+        return self._is_best or now != self._passed
 
     def _passed_now(self, run: Run) -> list[int]:
         return [run.progress.num_passed(interval) for interval in run.job.checkpoint.every]
 
     def _save(self, run: Run) -> None:
-        self._passed = self._passed_now(run)
+        self._passed, self._is_best = self._passed_now(run), False
         save(run, self._manager, self._framework)
 
     def on_end(self, run: Run) -> None:
