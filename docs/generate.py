@@ -72,6 +72,8 @@ def job_reference() -> str:
         "",
         "In the tables, `best.metric` is the field `metric` of the section `best`, `volumes[].claim` the",
         "field `claim` of each element of the list `volumes`, and HOST the name of a host.",
+        "A duration is a text such as `5 epochs`, `500 steps` or `100000 samples`; a number without a unit",
+        "is a number of epochs.",
         "",
         "<!-- The rest is written by docs/generate.py from horovod_train/config/schema.py. -->",
     ]

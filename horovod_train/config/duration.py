@@ -16,7 +16,7 @@ Unit = Literal["epochs", "steps", "samples"]
 MAX_AMOUNTS: dict[Unit, int] = {"epochs": 10**6, "steps": 2**53, "samples": 2**53}
 """Maximum amount of each unit."""
 
-TEXT = re.compile(r"\s*(\d[\d_]*\.?\d*(?:[eE]\+?\d+)?|\.\d+)\s*(epoch|step|sample)s?\s*")
+TEXT = re.compile(r"\s*((?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(epoch|step|sample)s?\s*")
 EXAMPLES = "'5 epochs', '500 steps' or '100000 samples'; a number without a unit is a number of epochs"
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from horovod_train.config.duration import Duration, Interval
-from horovod_train.config.fields import Count, Section, renamed
+from horovod_train.config.fields import Count, Section
+from horovod_train.config.former import with_present_names
 
 
 def as_list(value: object) -> object:
@@ -47,7 +48,7 @@ class Evaluation(Section):
     @classmethod
     def _as_it_was_called(cls, values: object) -> object:
         """Rename ``every_epochs``, a field of previous versions."""
-        return renamed(values, "every_epochs", "every")
+        return with_present_names("evaluation", values)
 
 
 class Best(Section):
@@ -88,9 +89,4 @@ class Checkpoint(Section):
     @classmethod
     def _as_they_were_called(cls, values: object) -> object:
         """Merge ``every_epochs`` and ``every_steps``, fields of previous versions."""
-        if not isinstance(values, dict) or not {"every_epochs", "every_steps"} & values.keys():
-            return values
-        steps, epochs = values.get("every_steps"), values.get("every_epochs", 1)
-        left = {name: value for name, value in values.items() if name not in {"every_epochs", "every_steps"}}
-        every = [*([] if epochs is None else [epochs]), *([] if steps is None else [f"{steps} steps"])]
-        return renamed({**left, "every_epochs": every}, "every_epochs", "every")
+        return with_present_names("checkpoint", values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -105,26 +105,6 @@ SecretSource = Annotated[
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-
-
-def renamed(
-    values: object, old: str, new: str, convert: Callable[[object], object] = lambda value: value
-) -> object:
-    """Return the values of a section with a field of previous versions under its present name.
-
-    Raises:
-        ValueError: The section has both fields.
-
-    >>> renamed({"warmup_epochs": 5}, "warmup_epochs", "warmup")
-    {'warmup': 5}
-    """
-    if not isinstance(values, dict) or old not in values:
-        return values
-    taken = dict(values)
-    value = taken.pop(old)
-    if new in taken:
-        raise ValueError(f"{old} is {new} now, and both are there: leave {old} out")
-    return {**taken, new: convert(value)}
 
 
 def _durations_as_text(schema: dict[str, Any]) -> None:

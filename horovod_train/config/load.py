@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from horovod_train.config.former import set_field
 from horovod_train.config.path_rules import no_such_file
 from horovod_train.config.problems import explain, field_path, shorten
 from horovod_train.config.rules import broken_rules
@@ -316,7 +317,7 @@ def _assign(tree: Tree, dotted: str, value: object, origin: str, problems: list[
             problems.append(Problem(dotted, shorten(value), f"{origin}: {parent!r} is not a section"))
             return
         node = child
-    node[last] = value
+    set_field(node, ".".join(parents), last, value)
 
 
 def _unusable_texts(value: object, path: str = "") -> Iterator[Problem]:

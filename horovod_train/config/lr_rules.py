@@ -90,6 +90,8 @@ def exceeded(duration: Duration, job: Job) -> str:
     if duration.unit == "epochs" and duration.amount > train.most_epochs:
         return f"train.epochs = {train.most_epochs}"
     limit = train.limit
+    if job.lr.scaling == "adascale" and duration.unit == "steps":
+        return ""  # those of the reference batch
     if limit is not None and duration.unit == limit.unit and duration.amount > limit.amount:
         return f"train.max_{limit.unit} = {limit.amount}"
     return ""

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from horovod_train.config.duration import Duration, Interval
-from horovod_train.config.fields import Count, Fraction, ImportPath, Name, Points, Section, renamed
+from horovod_train.config.fields import Count, Fraction, ImportPath, Name, Points, Section
+from horovod_train.config.former import with_present_names
 
 AUTO = "auto"
 """The scaling rule that suits the optimizer."""
@@ -172,13 +173,7 @@ class LearningRate(Section):
     @classmethod
     def _as_they_were_called(cls, values: object) -> object:
         """Rename fields of previous versions, which were numbers of epochs."""
-        for old, new in (
-            ("warmup_epochs", "warmup"),
-            ("milestones_epochs", "milestones"),
-            ("restart_epochs", "first_cycle"),
-        ):
-            values = renamed(values, old, new)
-        return values
+        return with_present_names("lr", values)
 
     @property
     def durations(self) -> list[Duration]:
@@ -186,14 +181,23 @@ class LearningRate(Section):
         positions = [position for position, _ in self.points]
         return [self.warmup, *self.milestones, *positions, *([self.first_cycle] if self.first_cycle else [])]
 
-    def in_epochs(self, convert: Callable[[Duration], Duration]) -> LearningRate:
-        """Return the section with all durations converted."""
+    def in_epochs(self, convert: Callable[[Duration], Duration], warmup: Duration) -> LearningRate:
+        """Return the section with all durations in epochs.
+
+        Args:
+            convert: Converts a position.
+            warmup: The warm-up in epochs.
+        """
+        cycle = self.first_cycle
+        if cycle is not None and cycle.unit == self.warmup.unit == "steps":  # it begins after the warm-up
+            end = convert(Duration(self.warmup.amount + cycle.amount, "steps"))
+            cycle = Duration(end.epochs - convert(self.warmup).epochs)
         return self.model_copy(
             update={
-                "warmup": convert(self.warmup),
+                "warmup": warmup,
                 "milestones": [convert(each) for each in self.milestones],
                 "points": points_in_epochs(self.points, convert),
-                "first_cycle": convert(self.first_cycle) if self.first_cycle else None,
+                "first_cycle": convert(cycle) if cycle else None,
             }
         )
 

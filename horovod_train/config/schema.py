@@ -19,8 +19,8 @@ from horovod_train.config.fields import (
     Seconds,
     Section,
     VariableName,
-    renamed,
 )
+from horovod_train.config.former import with_present_names
 from horovod_train.config.launch import Launch
 from horovod_train.config.optimization import AUTO, Ema, LearningRate, Optimizer
 from horovod_train.registry import SCRIPT
@@ -54,7 +54,7 @@ class BatchWarmup(Section):
     @classmethod
     def _as_it_was_called(cls, values: object) -> object:
         """Rename ``epochs``, a field of previous versions."""
-        return renamed(values, "epochs", "length")
+        return with_present_names("train.batch_warmup", values)
 
 
 class Train(Section):
@@ -153,9 +153,7 @@ class Train(Section):
     @classmethod
     def _as_it_was_called(cls, values: object) -> object:
         """Convert ``compile_backend``, a field of previous versions, to ``compile``."""
-        return renamed(
-            values, "compile_backend", "compile", lambda name: None if name is None else {"backend": name}
-        )
+        return with_present_names("train", values)
 
 
 class Data(Section):

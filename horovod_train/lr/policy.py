@@ -84,21 +84,22 @@ class LearningRatePolicy:
         durations = [*self.section.durations, *([warmup.length] if warmup else [])]
         return all(each.unit == "epochs" for each in durations)
 
-    def in_epochs(self, convert: Callable[[Duration], Duration], train: Train) -> LearningRatePolicy:
+    def in_epochs(
+        self, convert: Callable[[Duration], Duration], train: Train, warmup: Duration | None = None
+    ) -> LearningRatePolicy:
         """Return the policy with all durations in epochs.
 
         A rule that lengthens the warm-up (legw) lengthens its epochs and samples: in steps, it is constant.
 
         Args:
-            convert: Converts a duration.
+            convert: Converts a position.
             train: The section ``train``, with a batch warm-up in epochs.
+            warmup: The warm-up in epochs; None: convert it.
         """
-        section = self.section.in_epochs(convert)
+        warmup = convert(self.section.warmup) if warmup is None else warmup
         if self.section.warmup.unit == "steps":
-            section = section.model_copy(
-                update={"warmup": Duration(section.warmup.epochs / self.scaled.warmup)}
-            )
-        return replace(self, section=section, train=train)
+            warmup = Duration(warmup.epochs / self.scaled.warmup)
+        return replace(self, section=self.section.in_epochs(convert, warmup), train=train)
 
     def at(self, epochs: float, *, gain: float | None = None, plateau_factor: float = 1.0) -> float:
         """Return the rate of a step.
@@ -145,10 +146,13 @@ class LearningRatePolicy:
         if not self.is_in_epochs:
             return  # checked when training begins
         if self.warmup_epochs > self.total_epochs:
+            why = (
+                f"scaling {self.section.scaling} makes the warm-up {self.scaled.warmup:g} times as long at a "
+                f"global batch of {self.global_batch_size}: "
+            )
             raise UserError(
-                f"lr.warmup: scaling {self.section.scaling} makes the warm-up "
-                f"{self.scaled.warmup:g} times as long at a global batch of {self.global_batch_size}: "
-                f"{self.warmup_epochs:g} epochs, and train.epochs is {self.total_epochs:g}",
+                f"lr.warmup: {why if self.scaled.warmup != 1 else 'it has '}{self.warmup_epochs:g} epochs, "
+                f"and train.epochs is {self.total_epochs:g}",
                 hint="use fewer ranks, a shorter lr.warmup, more epochs, or another lr.scaling",
             )
         if self.section.decay in BEGIN_AFTER_WARMUP and self.warmup_epochs > 0:

@@ -97,13 +97,15 @@ def begin(run: Run) -> None:
 
 
 def prepare_evaluations(run: Run) -> None:
-    """Count the intervals of evaluations from the start of the training, if the job has another interval."""
-    progress = run.progress
-    if progress.evaluation.interval == str(run.job.evaluation.every):
+    """Count the intervals of evaluations from the start of the training, if the interval has changed."""
+    progress, every = run.progress, run.job.evaluation.every
+    if progress.evaluation.interval == str(every):
+        # With fewer samples in an epoch than before, intervals in samples begin anew.
+        progress.evaluation.number = min(progress.evaluation.number, progress.num_passed(every))
         return
     run.note_passed_evaluation()
-    if run.is_epoch_complete and not progress.current_metrics:
-        progress.evaluation.number -= 1  # a checkpoint of the last step of an epoch, of a previous version
+    if run.is_epoch_complete and not progress.current_metrics:  # the evaluation follows
+        progress.evaluation.number = progress.num_passed(every, is_before=True)
 
 
 def rest_of_epoch(run: Run) -> list[PlannedStep]:
@@ -183,10 +185,14 @@ def finish_epoch(run: Run) -> bool:
     """Complete an epoch: evaluate and apply early stopping, if due; return whether it was evaluated."""
     run.deliver_all()
     run.progress.finish_epoch()
-    evaluated = run.is_evaluation_due or (run.is_done and run.eval_reader is not None)
-    if evaluated:
+    if run.is_evaluation_due:
         evaluate_and_follow(run)
-    return evaluated
+        return True
+    if run.is_done and run.eval_reader is not None:
+        # Rules that count evaluations do not count this one: the job may end here only for now.
+        evaluate_and_store(run)
+        return True
+    return False
 
 
 def after_epoch(run: Run, *, evaluated: bool) -> Action | None:

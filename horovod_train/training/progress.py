@@ -75,11 +75,18 @@ class Progress:
         """Epochs completed, with the fraction of the current one."""
         return self.epoch + self.cursor / self.order.num_samples
 
-    def num_passed(self, interval: Duration) -> int:
-        """Return how often an interval has passed since the start of the training."""
+    def num_passed(self, interval: Duration, *, is_before: bool = False) -> int:
+        """Return how often an interval has passed since the start of the training.
+
+        Args:
+            interval: The interval.
+            is_before: Return it for just before the last step has ended.
+        """
         length = self.order.num_samples
         num_samples = self.epoch * length + self.cursor
-        return interval.num_passed(step=self.step, num_samples=num_samples, samples_per_epoch=length)
+        return interval.num_passed(
+            step=self.step - is_before, num_samples=num_samples - is_before, samples_per_epoch=length
+        )
 
     def advance(self, num_samples: int, scaled_epochs: float) -> None:
         """Count an optimizer step, its samples on all ranks, and its scale-invariant progress in epochs."""

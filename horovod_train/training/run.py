@@ -193,15 +193,31 @@ class Run:
         num_samples = warmup.length.amount
         if warmup.length.unit == "steps":
             num_samples = samples_of_growth(warmup.start, self.global_batch_size, num_samples)
-        length = Duration(num_samples / self.progress.order.num_samples)
+        known, key = self.progress.epochs_of_steps, f"batch_warmup {warmup.length}"
+        if not known.get(key, math.inf) <= self.progress.epochs_passed:  # otherwise, it has ended
+            known[key] = num_samples / self.progress.order.num_samples
+        length = Duration(known[key])
         return train.model_copy(update={"batch_warmup": warmup.model_copy(update={"length": length})})
 
+    def _warmup_in_epochs(self) -> Duration:
+        """Return the warm-up in epochs; once begun, its end stays, so that the rate does not fall."""
+        warmup = self.job.lr.warmup
+        converted = self.in_epochs(warmup)
+        if warmup.unit != "steps" or self.policy.scaled.follows_gain:
+            return converted
+        return Duration(self.progress.epochs_of_steps.setdefault(f"warmup {warmup}", converted.epochs))
+
     def convert_durations(self) -> None:
-        """Convert the durations of schedules to epochs, with the present ranks and the position."""
+        """Convert the durations of schedules to epochs, with the present ranks and the position.
+
+        Raises:
+            UserError: The schedule is not valid, such as with a warm-up that is longer than the training.
+        """
         if not self.policy.is_in_epochs:
             train = self.batch_warmup_in_epochs()
             self.job = self.job.model_copy(update={"train": train})
-            self.policy = self.policy.in_epochs(self.in_epochs, train)
+            self.policy = self.policy.in_epochs(self.in_epochs, train, self._warmup_in_epochs())
+            self.policy.check()
 
     def note_passed_evaluation(self) -> None:
         """Record that the evaluation which is due at this position was performed, or is not needed."""

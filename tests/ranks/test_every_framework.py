@@ -20,10 +20,13 @@ from frameworks.cases import (
     refusal,
 )
 from frameworks.net import BATCH_SIZE, NUM_SAMPLES, start_weights
+from safetensors.numpy import load_file
 from support.joint import largest_difference, train_jointly
-from support.launching import name_of, results
+from support.launching import PROGRAMS, cli, name_of, results, write_job
 from support.matrix import COLUMNS, WEIGHTS
 from support.once import once
+
+from horovod_train.checkpoint.store import list_checkpoints
 
 WORLDS = [(3, "mpi"), (2, "gloo"), (2, "mpi"), (3, "gloo")]
 # A third rank of those that take long to import is for campaigns; so are pools that no other test uses.
@@ -197,3 +200,37 @@ def test_a_checkpoint_of_the_version_before_is_resumed(train, world, framework):
         assert not mine["error"]
         assert mine["steps"] == len(list(chain(*batches)))
         assert largest_difference(mine["weights"], expected.values()) <= BEFORE.tolerance
+
+
+@pytest.mark.parametrize(
+    ("framework", "task"),
+    [
+        ("transformers", "OfTransformers"),
+        pytest.param("keras on torch", "OfKeras", marks=pytest.mark.campaign),
+        pytest.param("keras on tensorflow", "OfKeras", marks=pytest.mark.campaign),
+    ],
+)
+def test_evaluations_do_not_change_what_is_trained(tmp_path, framework, task):
+    """Also if a job is stopped between two of them, and resumed."""
+
+    def weights(name, *starts, every):
+        for number, train in enumerate(starts):
+            job = write_job(
+                tmp_path / f"{name}-{number}.yaml",
+                name=name,
+                framework=name_of(framework),
+                task=f"{PROGRAMS / 'dropout_tasks.py'}:{task}",
+                run_dir=str(tmp_path / "runs"),
+                train={"epochs": 2, "batch_size_per_rank": 8, **train},
+                lr={"base_lr": 0.1, "scaling": "none"},
+                evaluation={"every": every},
+                launch={"num_ranks": 1, "threads_per_rank": 1},
+            )
+            cli("run", str(job), cwd=tmp_path, KERAS_BACKEND=framework.rpartition(" ")[2])
+        path = list_checkpoints(tmp_path / "runs" / name / "checkpoints")[0].path
+        return [array.tolist() for array in load_file(path / "model.safetensors").values()]
+
+    expected = weights("often", {}, every="2 steps")
+
+    assert weights("seldom", {}, every=2) == expected
+    assert weights("stopped", {"stop_at_step": 3}, {}, every="2 steps") == expected

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.training import Task, made
@@ -13,10 +16,12 @@ from horovod_train.config.batches import batch_size_at, samples_of_growth
 from horovod_train.config.duration import Duration
 from horovod_train.config.load import job_from
 from horovod_train.config.schema import Job, Train
-from horovod_train.errors import ConfigError
+from horovod_train.errors import ConfigError, UserError
 from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.evaluation import EvaluateWithinEpoch
+from horovod_train.training.hooks.progress import ReportProgress
 from horovod_train.training.loop import begin, train
+from horovod_train.training.progress import DataOrder, PassedIntervals, Progress
 
 
 def job_of(**fields):
@@ -70,6 +75,8 @@ class TestNotation:
             ("500step", "500 steps"),
             ("1_000_000 samples", "1000000 samples"),
             ("1e9 samples", "1000000000 samples"),
+            (5e-05, "5e-05 epochs"),
+            ("1e-5 epochs", "1e-05 epochs"),
         ],
     )
     def test_is_kept_in_a_job(self, written, text):
@@ -83,6 +90,8 @@ class TestNotation:
         [
             ("500 batches", "must be a duration, such as '5 epochs', '500 steps'"),
             ("steps", "must be a duration"),
+            ("1__0 steps", "must be a duration"),
+            ("5_ steps", "must be a duration"),
             (True, "must be a duration"),
             ([1], "must be a duration"),
             ("-1 steps", "must be a duration"),
@@ -128,6 +137,38 @@ class TestNotation:
     )
     def test_of_previous_versions_beside_the_present_one_is_refused(self, section, fields):
         assert "both are there" in refused(**{section: fields})[section][1]
+
+    @pytest.mark.parametrize(
+        ("section", "field", "value", "expected"),
+        [
+            ({"lr": {"warmup": 5}}, "lr.warmup_epochs", 3, "3 epochs"),
+            ({"lr": {"warmup_epochs": 5}}, "lr.warmup", 3, "3 epochs"),
+            ({"lr": {"warmup_epochs": 5}}, "lr.warmup_epochs", 3, "3 epochs"),
+            ({"evaluation": {"every": "9 steps"}}, "evaluation.every_epochs", 2, "2 epochs"),
+            ({"checkpoint": {"every_steps": 9}}, "checkpoint.every", 2, ["2 epochs"]),
+            ({"checkpoint": {"every_steps": 9}}, "checkpoint.every_epochs", None, ["9 steps"]),
+            ({"checkpoint": {"every": [1, "9 steps"]}}, "checkpoint.every_steps", 5, ["1 epoch", "5 steps"]),
+            ({"checkpoint": {"every": "9 steps"}}, "checkpoint.every_steps", None, []),
+            ({"checkpoint": {"every": None}}, "checkpoint.every_epochs", 2, ["2 epochs"]),
+        ],
+    )
+    @pytest.mark.parametrize("way", ["command line", "environment", "settings"])
+    def test_of_previous_versions_is_overridden_as_any_field(self, section, field, value, expected, way):
+        text = "null" if value is None else str(value)
+        variable = "HOROVOD_TRAIN__" + field.replace(".", "__").upper()
+        job = job_from(
+            {"name": "j", "task": "digits", "train": {"epochs": 9}, **deepcopy(section)}, Path(), "job.yaml",
+            overrides=[f"{field}={text}"] * (way == "command line"),
+            environ={variable: text} if way == "environment" else {},
+            settings={field: value} if way == "settings" else {},
+        )  # fmt: skip
+        found = job.model_dump(mode="json")
+        (name,) = section
+
+        assert found[name]["warmup" if name == "lr" else "every"] == expected
+
+    def test_of_adascale_in_steps_is_that_of_the_reference_batch(self):
+        job_of(lr={"scaling": "adascale", "warmup": "150 steps"}, train={"max_steps": 100, "epochs": 10})
 
     def test_of_a_list_has_one_unit(self):
         lr = {"decay": "points", "points": [[0, 1], ["5 steps", 0.5], ["1 epoch", 0.1]]}
@@ -184,12 +225,72 @@ class TestSchedules:
 
         assert on_ranks(2, rank)[0] == [Duration(0.8)]
 
-    def test_in_steps_beyond_the_job_leave_the_warmup_incomplete(self, caplog):
-        lr = {"base_lr": 0.1, "scaling": "none", "warmup": "20 steps", "warmup_start_lr": 0.0}
-        run = trained(lr=lr)
+    def test_in_steps_beyond_the_limit_of_the_job_leave_the_warmup_incomplete(self, caplog):
+        lr = {"base_lr": 0.1, "scaling": "none", "warmup": "20 samples", "warmup_start_lr": 0.0}
+        run = trained(lr=lr, train={"epochs": None, "max_steps": 5})
 
-        assert lr_of_steps(run) == pytest.approx([0.005 * step for step in range(10)])
+        assert lr_of_steps(run) == pytest.approx([0.01 * step for step in range(5)])
         assert "does not reach its peak" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("lr", "message"),
+        [
+            ({"warmup": "20 steps"}, "it has 4 epochs, and train.epochs is 2"),
+            ({"warmup": "4 steps", "decay": "step", "milestones": ["2 steps"]}, "before the warm-up of"),
+        ],
+    )
+    def test_that_are_not_possible_are_refused_when_the_data_are_known(self, lr, message):
+        with pytest.raises(UserError, match=message):
+            begin(made(lr={"base_lr": 0.1, "scaling": "none", **lr}))
+
+    @pytest.mark.parametrize("unit", ["steps", "samples"])
+    def test_are_exact_where_fractions_of_epochs_are_not(self, unit):
+        """5 / 3 > 1 + 2 / 3, as floating-point numbers."""
+        lr = {"base_lr": 0.1, "scaling": "none", "decay": "step", "milestones": [f"5 {unit}"]}
+        run = made(lr=lr, train={"batch_size_per_rank": 1})
+        run.progress = Progress(DataOrder(3, 0, shuffle=False))
+        begin(run)
+
+        assert run.policy.at(1 + 1 / 3) == pytest.approx(0.1)
+        assert run.policy.at(1 + 2 / 3) == pytest.approx(0.01)
+
+    def test_a_cycle_in_steps_begins_after_the_warmup(self):
+        """On two ranks, steps have 4, 4 and 2 samples: the cycle is that of the steps 3 and 4."""
+        lr = {
+            "base_lr": 0.1, "scaling": "none", "warmup": "2 steps", "decay": "cosine_restarts",
+            "first_cycle": "2 steps",
+        }  # fmt: skip
+        run = trained(size=2, lr=lr)
+
+        assert lr_of_steps(run)[2] == lr_of_steps(run)[4] == pytest.approx(0.1)
+        assert lr_of_steps(run)[3] < 0.09
+
+    def test_a_warmup_in_steps_goes_on_where_it_was_on_more_ranks(self):
+        lr = {"base_lr": 0.1, "scaling": "none", "warmup": "8 steps", "warmup_start_lr": 0.0}
+        before = made(lr=lr, train={"stop_at_step": 4, "epochs": 9})
+        train(before)
+
+        def rank(world):
+            run = made(world, lr=lr, train={"epochs": 9})
+            run.progress.restore(before.progress.to_json())
+            begin(run)
+            return run.lr_of(4)
+
+        assert on_ranks(2, rank) == [pytest.approx(0.05)] * 2
+
+    def test_a_growth_that_has_ended_does_not_begin_again(self):
+        section = {"epochs": 99, "batch_size_per_rank": 5, "batch_warmup": {"start": 2, "length": "20 steps"}}
+        before = made(train={**section, "stop_at_step": 40})
+        train(before)
+        assert before.batch_size_at(before.progress.epochs_passed) == 5
+
+        def rank(world):
+            run = made(world, train=section)
+            run.progress.restore(before.progress.to_json())
+            begin(run)
+            return run.batch_size_at(run.progress.epochs_passed)
+
+        assert on_ranks(2, rank) == [10, 10]
 
     @pytest.mark.parametrize("unit", ["steps", "samples"])
     def test_of_a_growing_batch(self, unit):
@@ -301,6 +402,60 @@ class TestEvaluations:
 
         periodic = [each for each in before.hooks[-1].steps if each % 3 == 0]
         assert [*periodic, *after.hooks[-1].steps] == [3, 6, 9, 10]
+
+    @pytest.mark.parametrize(
+        ("section", "more"),
+        [
+            ({"every": 2, "early_stopping": {"metric": "quality", "mode": "max", "patience": 2}}, {}),
+            (
+                {"every": "3 steps"},
+                {"decay": "plateau", "plateau": {"metric": "quality", "mode": "max", "patience": 0}},
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("step", [5, 10, 15])
+    def test_of_a_job_that_is_stopped_for_now_are_not_counted(self, section, more, step):
+        fields = {"evaluation": section, "lr": {"base_lr": 0.1, "scaling": "none", **more}}
+        fields["task"] = lambda: Task([1.0] * 99)
+        undisturbed = trained(**fields, train={"epochs": 8})
+        before = trained(**fields, train={"epochs": 8, "stop_at_step": step})
+
+        def change(run):
+            run.progress.restore(before.progress.to_json())
+
+        after = trained(**fields, train={"epochs": 8}, change=change)
+
+        assert after.progress.step == undisturbed.progress.step
+        assert [*lr_of_steps(before), *lr_of_steps(after)] == lr_of_steps(undisturbed)
+
+    @pytest.mark.parametrize(("every", "expected"), [(1, [5, 10]), (3, [10]), ("5 steps", [5, 10])])
+    def test_after_a_checkpoint_of_the_last_step_of_an_epoch(self, every, expected):
+        """Of a previous version, which does not say what was evaluated."""
+
+        def change(run):
+            run.progress.step, run.progress.cursor = 5, 10
+
+        assert trained(evaluation={"every": every}, change=change).hooks[-1].steps == expected
+
+    def test_go_on_if_an_epoch_has_fewer_samples(self):
+        def change(run):
+            run.progress.step, run.progress.epoch = 50, 10
+            run.progress.evaluation = PassedIntervals("10 samples", 20)
+
+        run = trained(evaluation={"every": "10 samples"}, train={"epochs": 13}, change=change)
+
+        assert run.hooks[-1].steps == [55, 60, 65]
+
+    def test_of_a_job_that_stopped_early_and_no_longer_does(self):
+        section = {"early_stopping": {"metric": "quality", "mode": "max", "patience": 1}}
+        before = trained(task=lambda: Task([1.0] * 9), train={"epochs": 4}, evaluation=section)
+        reported = []
+
+        def change(run):
+            run.progress.restore(before.progress.to_json())
+            run.hooks.append(ReportProgress(SimpleNamespace(report=reported.append), 0.0))
+
+        assert trained(train={"epochs": 4}, change=change).progress.epoch == 4
 
     @pytest.mark.parametrize("was", ["1 step", 1])
     def test_of_another_interval_count_from_the_start(self, was):

@@ -38,13 +38,13 @@ def job(**fields: Any) -> Job:
     [
         ("sgd", "linear"),
         ("lars", "linear"),
-        ("mine.py:Averaged", "linear"),
+        ("mine:Averaged", "linear"),
         ("adamw", "sqrt"),
         ("lamb", "sqrt"),
         ("torch.optim:RMSprop", "sqrt"),
         ("keras.optimizers:Nadam", "sqrt"),
         ("optax:amsgrad", "sqrt"),
-        ("mine.py:lambda_sgd", "linear"),
+        ("mine:lambda_sgd", "linear"),
     ],
 )
 def test_the_rule_suits_the_optimizer_unless_the_job_names_one(optimizer, rule):

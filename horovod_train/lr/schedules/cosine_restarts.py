@@ -8,11 +8,8 @@ from __future__ import annotations
 import math
 
 from horovod_train.config.optimization import LearningRate
-from horovod_train.lr.schedules.base import Position
+from horovod_train.lr.schedules.base import ROUNDING, Position
 from horovod_train.lr.schedules.cosine import half_wave
-
-ROUNDING = 1e-9
-"""Relative error of the sum of fractions of epochs: a cycle begins even if it is missed by that much."""
 
 
 def factor(position: Position, lr: LearningRate) -> float:

@@ -121,8 +121,7 @@ class ReportProgress(Hook):
         self._report_early_stop(run)
 
     def _report_early_stop(self, run: Run) -> None:
-        if run.world.rank == 0 and run.progress.stopped_early and run.progress.current_metrics:
-            rule = run.job.evaluation.early_stopping
-            assert rule is not None
+        rule = run.job.evaluation.early_stopping
+        if rule and run.world.rank == 0 and run.progress.stopped_early and run.progress.current_metrics:
             text = f"stopping early: {rule.metric} did not improve in {rule.patience} evaluations"
             self._reporter.report(Notice(text=text))
