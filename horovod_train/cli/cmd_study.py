@@ -126,8 +126,8 @@ def command(
     described = load_job(job_file(job), overrides)
     folder = folder_of(described) if output is None else output.absolute()
     is_local = has_local_files(described)
-    if critical_batch and not is_local:
-        refuse_remote_checkpoints(described)
+    if critical_batch:
+        refuse_remote_checkpoints(described, is_local=is_local)
     if metric is not None:
         metric_of(described, (), metric)  # refuses a metric whose direction is unknown, before the trials
     chosen = policies_of(described, [name for name in policies.split(",") if name])
@@ -149,14 +149,15 @@ def command(
         finish(study, described, metric)
 
 
-def refuse_remote_checkpoints(job: Job) -> None:
+def refuse_remote_checkpoints(job: Job, *, is_local: bool) -> None:
     """Refuse the critical batch size of a job whose checkpoints this machine cannot read."""
     from horovod_train.errors import UserError
 
-    raise UserError(
-        f"--critical-batch copies checkpoints, and {job.launch.launcher} keeps them on a volume",
-        hint="measure it where checkpoints can be read, such as with --set launch.launcher=horovodrun",
-    )
+    if not is_local:
+        raise UserError(
+            f"--critical-batch copies checkpoints, and {job.launch.launcher} keeps them on a volume",
+            hint="measure it where checkpoints can be read, such as with --set launch.launcher=horovodrun",
+        )
 
 
 def refuse_other_options(context: click.Context, *, is_critical: bool) -> None:

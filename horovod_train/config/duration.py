@@ -93,7 +93,7 @@ Duration(amount=1000000, unit='samples'))
         if not 0 <= amount <= MAX_AMOUNTS[unit]:  # also NaN
             raise ValueError(f"must be at least 0 and at most {MAX_AMOUNTS[unit]} {unit}")
         if amount == int(amount):
-            return cls(int(amount), unit)
+            return cls(int(amount), unit if amount else "epochs")
         if unit != "epochs":
             raise ValueError(f"must be a whole number of {unit}")
         return cls(amount, unit)

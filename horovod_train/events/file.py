@@ -216,7 +216,7 @@ def parsed_records(lines: Iterable[str]) -> Iterator[Record]:
     for line in lines:
         try:
             yield as_record(line)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             continue
 
 
@@ -264,7 +264,7 @@ def as_record(line: str) -> Record:
     """Parse a line of the file.
 
     Raises:
-        ValueError: The line is incomplete or of another version; also KeyError, TypeError or RecursionError.
+        ValueError: The line is incomplete or of another version; also LookupError, TypeError, RecursionError.
     """
     fields = json.loads(line)
     if NOT_FINITE in fields:

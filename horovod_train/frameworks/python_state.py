@@ -133,7 +133,8 @@ class PythonState:
         texts: list[dict[str, str]] = allgather_json(self._world, mine)
         found = {}
         for name in sorted(differing):
-            if name in self.read and len({texts[rank].get(name) for rank in differing[name]}) > 1:
+            shown = {text for rank in differing[name] if (text := texts[rank].get(name)) is not None}
+            if name in self.read and len(shown) > 1:
                 continue  # of different shapes: a table that grows with the longest sequence
             values = (
                 f"{texts[rank].get(name, 'unchanged')} on {describe_ranks([rank])}"

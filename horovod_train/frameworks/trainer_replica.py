@@ -23,11 +23,11 @@ class TrainerReplica(SavesCallbacks, TorchReplica):
 
     def evaluate(self, batches: Iterable[tuple[MicroBatch, object]]) -> dict[str, tuple[float, int]]:
         """Return the metrics over the samples of all ranks, on rank 0; an empty mapping on other ranks."""
-        metrics = self._evaluated() if self.metrics is None else self.metrics
+        metrics = self.evaluated() if self.metrics is None else self.metrics
         self.metrics = None
         return {name: (value, 1) for name, value in metrics.items()} if self.data_ranks.rank == 0 else {}
 
-    def _evaluated(self) -> dict[str, float]:
+    def evaluated(self) -> dict[str, float]:
         """Evaluate, and restore random generators, which ``Trainer`` uses: training must not depend on it."""
         state = rng_state()
         found = self.evaluate_now()

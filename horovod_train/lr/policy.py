@@ -84,9 +84,7 @@ class LearningRatePolicy:
         durations = [*self.section.durations, *([warmup.length] if warmup else [])]
         return all(each.unit == "epochs" for each in durations)
 
-    def in_epochs(
-        self, convert: Callable[[Duration], Duration], train: Train, warmup: Duration | None = None
-    ) -> LearningRatePolicy:
+    def in_epochs(self, convert: Callable[[Duration], Duration], train: Train) -> LearningRatePolicy:
         """Return the policy with all durations in epochs.
 
         A rule that lengthens the warm-up (legw) lengthens its epochs and samples: in steps, it is constant.
@@ -94,9 +92,8 @@ class LearningRatePolicy:
         Args:
             convert: Converts a position.
             train: The section ``train``, with a batch warm-up in epochs.
-            warmup: The warm-up in epochs; None: convert it.
         """
-        warmup = convert(self.section.warmup) if warmup is None else warmup
+        warmup = convert(self.section.warmup)
         if self.section.warmup.unit == "steps":
             warmup = Duration(warmup.epochs / self.scaled.warmup)
         return replace(self, section=self.section.in_epochs(convert, warmup), train=train)
@@ -202,29 +199,29 @@ class EpochLength:
     """Length of an epoch whose steps all have the same batch.
 
     Attributes:
-        num_steps: Optimizer steps.
+        num_steps: Optimizer steps; None: unknown.
         num_samples: Samples; None: unknown.
 
     >>> EpochLength(100, 3200).in_epochs(Duration(250, "steps"))
     Duration(amount=2.5, unit='epochs')
     """
 
-    num_steps: float
+    num_steps: float | None
     num_samples: int | None
 
     def in_epochs(self, duration: Duration) -> Duration:
         """Return a duration in epochs.
 
         Raises:
-            UserError: It is in samples, and the number of samples is not known.
+            UserError: The length is not known in its unit.
         """
         if duration.unit == "epochs":
             return duration
         length = self.num_steps if duration.unit == "steps" else self.num_samples
         if length is None:
             raise UserError(
-                f"{duration}: the number of samples of an epoch is not known here",
-                hint="write it in epochs or steps",
+                f"{duration}: the number of {duration.unit} of an epoch is not known here",
+                hint="write it in epochs",
             )
         return Duration(duration.amount / length)
 

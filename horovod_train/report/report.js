@@ -23,7 +23,7 @@ function horizontal(chart) {
 function vertical(chart) {
   const values = chart.curves.flatMap((curve) => curve.y).filter((value) => value !== null);
   const isConstant = chart.kind === "lines" && values.length > 0 && values.every((value) => value === values[0]);
-  return isConstant && values[0] !== 0 ? { range: [0, 2 * values[0]] } : {};
+  return isConstant && values[0] !== 0 ? { range: [Math.min(0, 2 * values[0]), Math.max(0, 2 * values[0])] } : {};
 }
 
 EMPTY.annotations[0].text = "no finite values";

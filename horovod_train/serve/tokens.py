@@ -32,7 +32,7 @@ SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "QUERY", "TRACE"}
 SUBMIT_PATH = f"{API}/jobs"
 MIN_CHARS = 16
 MIN_DIFFERENT_CHARS = 6
-"""A random token of 16 hexadecimal digits has fewer different ones twice in 100,000 times."""
+"""A random token of 16 hexadecimal digits has fewer different ones three times in 100,000."""
 RATE_PER_S = 50.0
 BURST = 1000
 """Requests of a token: ``RATE_PER_S`` on average, and at most ``BURST`` at once."""

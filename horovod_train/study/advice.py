@@ -112,10 +112,10 @@ def _is_advisable(table: StudyTable, row: Row, own: Row) -> bool:
 
 def settings_text(row: Row) -> str:
     """Return how to use the policy of a row, as text."""
-    name = row.policy.removesuffix(TUNED)
-    if name not in SCALINGS.builtin:
-        return "see the policy of the study"
+    name = row.policy.removeprefix(TUNED)
     rate = f" --set lr.base_lr={row.first.base_lr:.6g}" if is_tuned(row) else ""
+    if name not in SCALINGS.builtin:
+        return f"see the policy of the study{' with' if rate else ''}{rate}"
     return f"--set lr.scaling={name}{rate}"
 
 

@@ -234,13 +234,13 @@ def _row(num_ranks: int, policy: str, results: Sequence[Result], metric: Metric)
     )
 
 
-TUNED = " tuned"
-"""End of the names of policies whose base rate was searched."""
+TUNED = "tuned "
+"""Beginning of the names of policies whose base rate was searched."""
 
 
 def is_tuned(row: Row) -> bool:
     """Return whether the base rate of a row was searched."""
-    return row.policy.endswith(TUNED)
+    return row.policy.startswith(TUNED)
 
 
 COLUMNS = (

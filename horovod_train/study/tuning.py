@@ -17,8 +17,9 @@ from horovod_train.errors import UserError
 from horovod_train.study.results import TUNING, Result, Study
 from horovod_train.study.run import run_trial
 from horovod_train.study.table import TUNED, Metric, metric_of, ranks_text
-from horovod_train.study.trials import Policy, Trial, trial_digest, trials_of
+from horovod_train.study.trials import Policy, Trial, trials_of
 
+SEED_DISTANCE = 2**31
 MAX_DOUBLINGS = 6
 """Largest distance from the rate of the job, as a power of two, in both directions."""
 
@@ -58,8 +59,11 @@ class Tuning:
             UserError: No rate of a row trains, or a trial is not possible.
         """
         found = []
+        different = {(each.policy, each.num_ranks) for each in self.plain_trials_of(policies, ranks)}
         for num_ranks in sorted(set(ranks)):
             for policy in policies:
+                if (policy.name, num_ranks) not in different:  # as another one, at the reference batch
+                    continue
                 found += self._trials(self.job, self._tuned(policy, num_ranks), num_ranks, self.num_seeds)
         return found
 
@@ -68,7 +72,8 @@ class Tuning:
 
     def _tuned(self, policy: Policy, num_ranks: int) -> Policy:
         """Return a policy with the best base rate on a number of ranks."""
-        base_lr, where = self.job.lr.base_lr, f"{policy.name}, {ranks_text(num_ranks)}"
+        base_lr = float(policy.settings.get("lr.base_lr", self.job.lr.base_lr))
+        where = f"{policy.name}, {ranks_text(num_ranks)}"
         best = search(lambda doublings: self._value_at(base_lr * 2.0**doublings, policy, num_ranks))
         if best is None:
             raise UserError(
@@ -77,13 +82,13 @@ class Tuning:
             )
         rate = base_lr * 2.0**best
         self.report(f"{where}: the best base rate is {rate:.4g}")
-        return Policy(policy.name + TUNED, {**policy.settings, "lr.base_lr": rate})
+        return Policy(TUNED + policy.name, {**policy.settings, "lr.base_lr": rate})
 
     def _value_at(self, rate: float, policy: Policy, num_ranks: int) -> float:
         """Return the metric of a trial at a base rate, so that smaller is better."""
-        seed = self.job.train.seed + self.num_seeds  # none of the table
+        seed = (self.job.train.seed + SEED_DISTANCE) % 2**32  # none of the table, also of more seeds
         job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"seed": seed})})
-        with_rate = Policy(f"{policy.name} {rate:.4g}", {**policy.settings, "lr.base_lr": rate})
+        with_rate = Policy(f"{rate:.4g} {policy.name}", {**policy.settings, "lr.base_lr": rate})
         (trial,) = self._trials(job, with_rate, num_ranks, 1)
         result = self._result_of(replace(trial, policy=TUNING))
         metric = metric_of(self.job, sorted(result.metrics), self.metric)
@@ -92,10 +97,7 @@ class Tuning:
         return value_of(result, metric)
 
     def _result_of(self, trial: Trial) -> Result:
-        """Return the result of a trial, which an earlier call may have trained; a failure is one, too."""
-        known = self.study.results.get(trial.name)
-        if known is not None and known.problem and known.job_digest == trial_digest(trial):
-            return known
+        """Return the result of a trial, which an earlier call may have trained."""
         found = self.study.result_of(trial)
         if found is None:
             found = self.study.results[trial.name] = run_trial(self.study, trial, self.report)

@@ -40,8 +40,9 @@ MAX_QUEUED_CALLS = 10_000
 CLOSE_S = 10.0
 """Maximum time for queued calls when the rank ends."""
 
-PREPARE_S = 60.0
-"""Maximum time for a tracker that prepares something on this machine, in addition."""
+PREPARE_S = 15.0
+"""Maximum time for a tracker that prepares something on this machine, in addition: a job that is preempted
+usually has 30 seconds."""
 
 CREDENTIALS = re.compile(r"//[^/@\s]+@")  # in a URL
 MAX_RANKS_SUMMARIZED = 128

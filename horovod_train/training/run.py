@@ -199,14 +199,6 @@ class Run:
         length = Duration(known[key])
         return train.model_copy(update={"batch_warmup": warmup.model_copy(update={"length": length})})
 
-    def _warmup_in_epochs(self) -> Duration:
-        """Return the warm-up in epochs; once begun, its end stays, so that the rate does not fall."""
-        warmup = self.job.lr.warmup
-        converted = self.in_epochs(warmup)
-        if warmup.unit != "steps" or self.policy.scaled.follows_gain:
-            return converted
-        return Duration(self.progress.epochs_of_steps.setdefault(f"warmup {warmup}", converted.epochs))
-
     def convert_durations(self) -> None:
         """Convert the durations of schedules to epochs, with the present ranks and the position.
 
@@ -216,8 +208,9 @@ class Run:
         if not self.policy.is_in_epochs:
             train = self.batch_warmup_in_epochs()
             self.job = self.job.model_copy(update={"train": train})
-            self.policy = self.policy.in_epochs(self.in_epochs, train, self._warmup_in_epochs())
-            self.policy.check()
+            self.policy = self.policy.in_epochs(self.in_epochs, train)
+            if not self.progress.step:  # later, other ranks may have made it impossible
+                self.policy.check()
 
     def note_passed_evaluation(self) -> None:
         """Record that the evaluation which is due at this position was performed, or is not needed."""

@@ -47,6 +47,38 @@ class OfTransformers:
         return Named(30, 1)
 
 
+class OfLightning:
+    def model(self):
+        import lightning
+        import torch
+        from torch import nn
+
+        class Module(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 2))
+
+            def training_step(self, batch, batch_idx):
+                return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+            def validation_step(self, batch, batch_idx):
+                noise = torch.randn_like(batch[0])  # a metric that draws
+                self.log("loss", nn.functional.cross_entropy(self.net(batch[0] + noise), batch[1]))
+
+            def on_train_batch_end(self, outputs, batch, batch_idx):
+                with torch.no_grad():  # after all callbacks
+                    self.net[0].weight.clamp_(-0.3, 0.3)
+
+        torch.manual_seed(0)
+        return Module()
+
+    def train_data(self):
+        return Numbers(40, 0)
+
+    def eval_data(self):
+        return Numbers(30, 1)
+
+
 class OfKeras:
     def model(self):
         import keras

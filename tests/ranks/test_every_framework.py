@@ -206,6 +206,7 @@ def test_a_checkpoint_of_the_version_before_is_resumed(train, world, framework):
     ("framework", "task"),
     [
         ("transformers", "OfTransformers"),
+        ("lightning", "OfLightning"),
         pytest.param("keras on torch", "OfKeras", marks=pytest.mark.campaign),
         pytest.param("keras on tensorflow", "OfKeras", marks=pytest.mark.campaign),
     ],

@@ -167,6 +167,10 @@ class TestNotation:
 
         assert found[name]["warmup" if name == "lr" else "every"] == expected
 
+    @pytest.mark.parametrize("warmup", [0, "0 steps", "0 samples"])
+    def test_of_no_length_is_none_in_any_unit(self, warmup):
+        assert list(refused(lr={"decay": "inverse_sqrt", "warmup": warmup})) == ["lr.warmup"]
+
     def test_of_adascale_in_steps_is_that_of_the_reference_batch(self):
         job_of(lr={"scaling": "adascale", "warmup": "150 steps"}, train={"max_steps": 100, "epochs": 10})
 
@@ -265,18 +269,31 @@ class TestSchedules:
         assert lr_of_steps(run)[2] == lr_of_steps(run)[4] == pytest.approx(0.1)
         assert lr_of_steps(run)[3] < 0.09
 
-    def test_a_warmup_in_steps_goes_on_where_it_was_on_more_ranks(self):
-        lr = {"base_lr": 0.1, "scaling": "none", "warmup": "8 steps", "warmup_start_lr": 0.0}
-        before = made(lr=lr, train={"stop_at_step": 4, "epochs": 9})
-        train(before)
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_in_steps_keep_their_order_on_other_ranks(self, size):
+        lr = {
+            "base_lr": 0.1,
+            "scaling": "none",
+            "warmup": "10 steps",
+            "decay": "step",
+            "milestones": ["12 steps"],
+        }
+        section = {"epochs": 9}
+
+        def begun(world):
+            run = made(world, lr=lr, train={**section, "stop_at_step": 2})
+            train(run)
+            return run.progress.to_json()
+
+        before = on_ranks(4, begun)[0]
 
         def rank(world):
-            run = made(world, lr=lr, train={"epochs": 9})
-            run.progress.restore(before.progress.to_json())
+            run = made(world, lr=lr, train=section)
+            run.progress.restore(before)
             begin(run)
-            return run.lr_of(4)
+            return run.policy.warmup_epochs < run.policy.section.milestones[0].epochs
 
-        assert on_ranks(2, rank) == [pytest.approx(0.05)] * 2
+        assert all(on_ranks(size, rank))
 
     def test_a_growth_that_has_ended_does_not_begin_again(self):
         section = {"epochs": 99, "batch_size_per_rank": 5, "batch_warmup": {"start": 2, "length": "20 steps"}}

@@ -467,6 +467,7 @@ class HasTable(nn.Module):
     [
         ({"model.table"}, [4, 4], ["model.table"]),
         ({"model.table"}, [4, 6], []),  # grows with the longest sequence
+        ({"model.table"}, [0, 4], ["model.table"]),  # has changed on one rank only
         (set(), [4, 4], []),  # an activation
     ],
 )
@@ -475,7 +476,8 @@ def test_tensors_of_modules_are_compared_if_passes_read_them(read, sizes, expect
         model = HasTable()
         state = state_of(model, world=world)
         state.read |= read
-        model.table = torch.full((sizes[world.rank],), float(world.rank + 1))
+        if size := sizes[world.rank]:
+            model.table = torch.full((size,), float(world.rank + 1))
         return list(state.differences())
 
     assert on_ranks(2, rank) == [expected] * 2

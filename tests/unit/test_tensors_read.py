@@ -42,6 +42,19 @@ def hidden_state(net, z):
     return z
 
 
+def average(net, z):
+    """A running mean, such as the centre of DINO."""
+    found = z - net.kept[0]
+    net.kept.mul_(0.9).add_(z.detach().mean(), alpha=0.1)
+    return found
+
+
+def only_updated(net, z):
+    """It is read to be updated."""
+    net.kept.lerp_(z.detach().mean().expand(4, 2), 0.1)
+    return z
+
+
 def activation(net, z):
     """An activation, for a look at it."""
     net.kept = z.detach()
@@ -61,7 +74,16 @@ def shape_only(net, z):
 
 @pytest.mark.parametrize(
     ("use", "is_read"),
-    [(appended, 1), (filled, 1), (hidden_state, 1), (activation, 0), (scratch, 0), (shape_only, 0)],
+    [
+        (appended, 1),
+        (filled, 1),
+        (hidden_state, 1),
+        (average, 1),
+        (only_updated, 1),
+        (activation, 0),
+        (scratch, 0),
+        (shape_only, 0),
+    ],
 )
 def test_are_read_before_they_are_written(use, is_read):
     net = Net(use)

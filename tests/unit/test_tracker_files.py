@@ -172,9 +172,12 @@ def test_mlflow_removes_what_a_killed_rank_has_left(tmp_path, monkeypatch):
     tracker = trained(MlFlow, tmp_path / "j", "a", 0, (1, {"loss": 1.0}))
     tracker.end()
 
+    os.utime(new, (0, 0))
+    trained(MlFlow, tmp_path / "k", "a", 0, (1, {"loss": 1.0})).end()  # the database is there
+
     assert not tracker.is_preparing
     assert not old.exists()
-    assert new.exists()
+    assert not new.exists()
 
 
 def test_mlflow_has_each_step_once_and_the_job(tmp_path, monkeypatch):

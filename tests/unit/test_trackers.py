@@ -208,7 +208,6 @@ def test_a_tracker_that_prepares_something_is_waited_for(kept, monkeypatch):
     def prepare(self, run):
         sleep(1.0)
         start(self, run)
-        self.is_preparing = False
 
     monkeypatch.setattr(Kept, "start", prepare)
 

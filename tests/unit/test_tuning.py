@@ -51,7 +51,7 @@ def test_each_row_has_its_best_rate(tmp_path, monkeypatch):
 
     rates = [(trial.num_ranks, trial.seed, trial.job.lr.base_lr) for trial in found]
     assert rates == [(1, 0, 4 * BASE), (1, 1, 4 * BASE), (2, 0, BASE / 2), (2, 1, BASE / 2)]
-    assert {trial.policy for trial in found} == {"linear tuned"}
+    assert {trial.policy for trial in found} == {"tuned linear"}
     assert "linear, 1 rank: the best base rate is 0.06" in made.said
 
 
@@ -59,18 +59,45 @@ def test_the_search_has_a_seed_of_its_own_and_is_not_in_the_table(tmp_path, monk
     made = Trainings(tmp_path, monkeypatch, {1: BASE, 2: BASE})
     made.trials(seeds=3)
 
-    assert {trial.seed for trial in made.trained} == {3}
+    assert {trial.seed for trial in made.trained} == {2**31}
     assert made.study.trials == []
     assert {each.policy for each in made.study.results.values()} == {TUNING}
 
 
 def test_the_search_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
-    first = Trainings(tmp_path, monkeypatch, {1: 4 * BASE, 2: BASE}, diverges_at=5 * BASE)
+    first = Trainings(tmp_path, monkeypatch, {1: 4 * BASE, 2: BASE})
     expected = first.trials()
     again = Trainings(tmp_path, monkeypatch, {})
 
-    assert [trial.job for trial in again.trials()] == [trial.job for trial in expected]
+    assert [trial.job for trial in again.trials(seeds=5)][:2] == [trial.job for trial in expected][:2]
     assert again.trained == []
+
+
+def test_a_rate_that_failed_is_tried_again(tmp_path, monkeypatch):
+    Trainings(tmp_path, monkeypatch, {1: 4 * BASE}, diverges_at=2 * BASE).trials(ranks=[1])
+    again = Trainings(tmp_path, monkeypatch, {1: 4 * BASE})
+    again.trials(ranks=[1])
+
+    assert [trial.job.lr.base_lr for trial in again.trained] == [2 * BASE, 4 * BASE, 8 * BASE]
+
+
+def test_policies_that_are_equal_at_the_reference_batch_are_searched_once(tmp_path, monkeypatch):
+    made = Trainings(tmp_path, monkeypatch, {1: BASE, 2: BASE})
+    found = made.trials(names=["linear", "sqrt"])
+
+    rows = {(trial.policy, trial.num_ranks) for trial in found}
+    assert rows == {("tuned linear", 1), ("tuned linear", 2), ("tuned sqrt", 2)}
+    assert len(made.trained) == 3 * len(rows)
+
+
+def test_the_search_begins_at_the_rate_of_the_policy(tmp_path, monkeypatch):
+    file = tmp_path / "a-policy-with-a-name-that-is-longer-than-most.yaml"
+    file.write_text("lr: {base_lr: 0.4}")
+    made = Trainings(tmp_path / "s", monkeypatch, {1: 0.8})
+    made.study.folder.mkdir()
+
+    assert made.trials(ranks=[1], names=[str(file)])[0].job.lr.base_lr == 0.8
+    assert len({trial.name for trial in made.trained}) == 4
 
 
 def test_rates_that_diverge_are_not_the_best(tmp_path, monkeypatch):

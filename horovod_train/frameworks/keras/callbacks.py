@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import keras
@@ -109,7 +108,8 @@ class ScaledLearningRate(keras.callbacks.Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Create the policy from the global batch size."""
         global_batch_size = self._batch_size_per_rank * self._num_micro_steps() * self._world.size
-        length = EpochLength((self.params["steps"] or math.inf) / self._num_micro_steps(), None)
+        num_batches = self.params["steps"]
+        length = EpochLength(num_batches / self._num_micro_steps() if num_batches else None, None)
         self._policy = policy_of_section(self._section, global_batch_size, self._epochs, length)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:

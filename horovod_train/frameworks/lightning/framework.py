@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import lightning
 import numpy as np
 import torch
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer import call
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
@@ -141,6 +143,7 @@ class LightningFramework(TorchBased):
             trainer.fit_loop.epoch_progress.current.processed = bridge.epoch
             has_eval = self._eval_reader is not None
             self._replica.evaluate_now = lambda: self._validate_within(trainer)
+            timer.report_steps(trainer)
             trainer.fit(self._replica.model, source, self._eval_batches() if has_eval else None)
             self._replica.evaluate_now = self._evaluate
         bridge.end()
@@ -148,6 +151,7 @@ class LightningFramework(TorchBased):
     def _validate_within(self, trainer: lightning.Trainer) -> dict[str, float]:
         """Return the metrics that ``validation_step`` logs, during ``fit``, as Lightning itself validates."""
         loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector  # noqa: SLF001
+        call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")  # noqa: SLF001
         first_iteration, trainer.validating = connector._first_loop_iter, True  # noqa: SLF001
         loop.val_loop.run()
         trainer.training, connector._first_loop_iter = True, first_iteration  # noqa: SLF001
@@ -332,6 +336,17 @@ class _StepTimer(lightning.Callback):
         """Record the end of the update; a step's time does not include later callbacks."""
         self._clock.lap("optimizer")
 
+    def report_steps(self, trainer: lightning.Trainer) -> None:
+        """Report steps after all hooks of module and callbacks, where Lightning itself validates."""
+        loop = trainer.fit_loop.epoch_loop
+        advanced = loop.on_advance_end
+
+        def on_advance_end(fetcher: _DataFetcher) -> None:
+            self.end_step(trainer, loop.batch_idx)
+            advanced(fetcher)
+
+        loop.on_advance_end = on_advance_end
+
     def end_step(self, trainer: lightning.Trainer, batch_idx: int) -> None:
         """Report a step after its last micro-batch; evaluate, if due."""
         number, place = divmod(batch_idx, self._source.accumulation_steps)
@@ -349,7 +364,7 @@ class _StepTimer(lightning.Callback):
         outcome = self._replica.outcome_of(numbers, self._clock, self._strategy.gradients)
         self._bridge.after_step(self._source.steps[number], outcome, self._lr)
         if self._bridge.evaluates_now:
-            self._replica.metrics = self._replica.evaluate_now()  # before callbacks see the end of the epoch
+            self._replica.metrics = self._replica.evaluated()  # before callbacks see the end of the epoch
         elif self._bridge.is_done:
             trainer.should_stop = True
         self._begin_step()  # a step's time does not include the bridge
@@ -380,7 +395,7 @@ class _StepTimer(lightning.Callback):
 
 
 class _StepReporter(lightning.Callback):
-    """Callback that reports ends of steps and epochs; called last, to save effects of other callbacks."""
+    """Callback that reports ends of epochs; called last, to save effects of other callbacks."""
 
     def __init__(self, timer: _StepTimer, callbacks: list[lightning.Callback], saved: CallbackState) -> None:
         self._timer = timer
@@ -391,17 +406,6 @@ class _StepReporter(lightning.Callback):
         """Load the state of callbacks."""
         load_state(trainer, self._callbacks, self._saved)
         self._saved.take = lambda: state_of(trainer, self._callbacks)
-
-    def on_train_batch_end(
-        self,
-        trainer: lightning.Trainer,
-        module: lightning.LightningModule,
-        outputs: object,
-        batch: object,
-        batch_idx: int,
-    ) -> None:
-        """Report a step after its last micro-batch."""
-        self._timer.end_step(trainer, batch_idx)
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Report the end of an epoch."""

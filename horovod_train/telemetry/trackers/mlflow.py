@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, time
@@ -195,12 +196,13 @@ class MlFlow:
 
 def _create_database(client: Callable[..., object], path: Path) -> None:
     """Create a database atomically, because MLflow cannot use one whose creation was interrupted."""
-    if path.exists():
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{path.name}-*"):  # a rank was killed while it created one
-        if time() - left.stat().st_mtime > LEFT_S:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another job has just completed its own
+            if time() - left.stat().st_mtime > LEFT_S:
+                shutil.rmtree(left, ignore_errors=True)
+    if path.exists():
+        return
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     try:
         client(tracking_uri=f"sqlite:///{folder / path.name}")

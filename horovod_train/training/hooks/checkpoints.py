@@ -55,7 +55,7 @@ class SaveCheckpoints(Hook):
     def _is_due(self, run: Run) -> bool:
         now = self._passed_now(run)
         if any(new < old for new, old in zip(now, self._passed, strict=True)):
-            self._passed = now  # a checkpoint was restored
+            self._passed, self._best = now, None  # a checkpoint was restored
         return self._is_best or now != self._passed
 
     def _passed_now(self, run: Run) -> list[int]:

@@ -132,6 +132,7 @@ class OneProcess:
             return self._reason
         assert batches is not None
         self._unknown.clear()
+        self._storages_read.clear()
         self._is_finite = True
         finding = self._finding(batches)
         names = allgather_json(self._world, names_read(self._of_task, self._storages_read))

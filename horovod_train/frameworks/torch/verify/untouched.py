@@ -19,6 +19,11 @@ from horovod_train.frameworks.torch.step.gradient_hooks import hooks_of
 
 UNDECLARED = {"running_mean", "running_var"}
 """Arguments that operations write although their schemas do not say so: those of batch normalization."""
+UPDATES = {
+    *("add_", "sub_", "mul_", "div_", "lerp_", "pow_", "clamp_", "neg_", "addcmul_", "addcdiv_", "addmm_"),
+    *("baddbmm_", "index_add_", "scatter_add_", "scatter_reduce_", "maximum_", "minimum_", "fmod_"),
+}
+"""Operations in place whose result depends on what they replace."""
 OF_STRATEGIES = {"fsdp", "c10d", "_c10d_functional"}
 """Namespaces of operations with which strategies write buffers of their own."""
 MAX_OTHERS_BYTES = 2**30
@@ -142,8 +147,10 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = {_storage(each) for each in _tensors((*args, *named.values()))}
         after = {_storage(each) for each in _tensors((result,))}
         self._made |= after - before
-        self.read |= (before & self.others) - after - self._written  # neither views, nor what was replaced
-        self._written |= {_storage(to_local(each.detach())) for each in written if storage_of(each)}
+        replaced = set() if name_of(func) in UPDATES else set(map(storage_of, written))
+        views = after - set(map(storage_of, written))
+        self.read |= (before & self.others) - views - replaced - self._written
+        self._written |= set(map(storage_of, written))
         return result
 
     def _remember(self, tensor: torch.Tensor, *, is_of_strategy: bool) -> None:
