@@ -185,7 +185,7 @@ def test_a_stop_before_training_has_begun_says_so(tmp_path):
 def test_the_grace_that_is_needed_is_told_when_it_is_not_given(tmp_path):
     path = job(tmp_path, "j", {"num_ranks": 1}, pause_s=0.3)
     text = path.read_text().replace("grace_s: 10", "grace_s: 0.1").replace("epochs: 30", "epochs: 1")
-    path.write_text(text.replace("every_epochs: null", "every_steps: 1"))
+    path.write_text(text.replace("every: null", "every: 1 step"))
 
     done = cli("run", str(path), cwd=tmp_path)
 

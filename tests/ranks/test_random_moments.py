@@ -48,7 +48,7 @@ def write(folder, framework, controller, **sections):
             "task_args": {"notes": str(folder / "notes"), "num_samples": NUM_SAMPLES, "pause_s": 0.05},
             "run_dir": str(folder / "runs"),
             "train": {"epochs": EPOCHS, "batch_size_per_rank": BATCH_SIZE},
-            "checkpoint": {"every_steps": STEPS_BETWEEN},
+            "checkpoint": {"every": [1, f"{STEPS_BETWEEN} steps"]},
             "health": {"stall_warning_s": 2.0, "stall_shutdown_s": STALL_SHUTDOWN_S},
             "launch": {"num_ranks": RANKS, "controller": controller},
             **sections,
