@@ -391,12 +391,18 @@ def test_it_can_be_used_without_a_mouse(page_of_ended, chromium):
         assert "Loss over time, now" in shown.page.get_attribute("#chart-loss", "aria-label")
 
 
-def test_without_the_token_there_is_no_page(page_of_ended, chromium):
+def test_without_the_token_the_page_asks_for_it(page_of_ended, chromium):
+    address, _, token = page_of_ended.partition("?token=")
     with tab(chromium) as shown:
-        answer = shown.page.goto(page_of_ended.partition("?")[0])
+        answer = shown.page.goto(address)
 
         assert answer.status == 401
-        assert "use the printed address" in shown.page.content()
+        for given, is_shown in (("not-the-token-of-this-server", False), (token.partition("&")[0], True)):
+            shown.page.get_by_label("Token").fill(given)
+            with shown.page.expect_navigation():
+                shown.page.get_by_role("button", name="Open").click()
+            assert bool(shown.page.get_by_label("Token").count()) is not is_shown
+        shown.page.wait_for_selector("#jobs li")
 
 
 def test_run_with_ui_prints_where_it_is_and_serves_while_the_run_lasts(tmp_path, chromium):
