@@ -80,6 +80,7 @@ def test_of_many_lines_none_is_lost_and_none_kept(monkeypatch, opened, tmp_path)
     assert len(list(tmp_path.glob("events-*"))) == 1
 
 
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # by JAX, of another test
 def test_a_process_that_was_forked_writes_a_file_of_its_own(opened, tmp_path):
     writer, reader = opened(), ChannelReader(tmp_path)
     writer.write("parent")
