@@ -118,7 +118,7 @@ def command(
     from horovod_train.study.results import folder_of, locked, open_study
     from horovod_train.study.run import run_trials
     from horovod_train.study.table import metric_of
-    from horovod_train.study.trials import policies_of
+    from horovod_train.study.trials import policies_of, trials_of
     from horovod_train.study.tuning import Tuning
 
     refuse_as_rank()
@@ -142,10 +142,12 @@ def command(
         else:
             num_cores = len(os.sched_getaffinity(0))
             runs = folder if is_local else folder_of(described)  # on the volume
-            tuning = Tuning(study, described, seeds, runs, num_cores, metric, print_line)
-            trials = tuning.plain_trials_of(chosen, ranks)  # what is not possible is refused first
+            trials = trials_of(described, chosen, ranks, seeds, folder=runs, num_cores=num_cores)
             study.save()
-            run_trials(study, tuning.trials_of(chosen, ranks) if tune_lr else trials, print_line)
+            if tune_lr:
+                tuning = Tuning(study, described, seeds, runs, num_cores, metric, print_line)
+                trials = tuning.tuned(trials, chosen)
+            run_trials(study, trials, print_line)
         finish(study, described, metric)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import click
 
-from horovod_train.config.optimization import points_in_epochs
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of
 from horovod_train.events.text import learning_rate
@@ -88,11 +87,7 @@ def charts(job: Job, num_data_ranks: int) -> Iterator[str]:
     gain = policy.scaled.rate if policy.scaled.follows_gain else None
     end = str(limit) if ends_by_limit else f"{epochs:g} epochs"
     yield from (f"# {line}" for line in chart(lambda at: policy.at(at, gain=gain), epochs, end=end))
-    converted = {
-        name: given if isinstance(given, str) else points_in_epochs(given, convert)
-        for name, given in job.optimizer.schedules.items()
-    }
-    schedules = ArgumentSchedules(converted, epochs)
+    schedules = ArgumentSchedules(job.optimizer.schedules, epochs, convert)
     for name in job.optimizer.schedules:
         yield f"# optimizer.schedules.{name}"
         lines = chart(lambda at, name=name: schedules.at(at)[name], epochs, height=ARGUMENT_HEIGHT, end=end)  # type: ignore[misc]

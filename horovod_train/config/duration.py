@@ -63,7 +63,8 @@ class Duration:
         >>> [Duration(0.1).num_passed(step=0, num_samples=n, samples_per_epoch=50) for n in (14, 15, 50)]
         [2, 3, 10]
         """
-        exact = Fraction(str(self.amount))  # 0.1 is a tenth
+        # A fraction only where it is needed: this is called several times in each step. 0.1 is a tenth.
+        exact = self.amount if isinstance(self.amount, int) else Fraction(str(self.amount))
         if self.unit == "steps":
             return step // exact
         return num_samples // (exact * samples_per_epoch if self.unit == "epochs" else exact)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
@@ -181,29 +181,17 @@ class LearningRate(Section):
         positions = [position for position, _ in self.points]
         return [self.warmup, *self.milestones, *positions, *([self.first_cycle] if self.first_cycle else [])]
 
-    def in_epochs(self, convert: Callable[[Duration], Duration], warmup: Duration) -> LearningRate:
-        """Return the section with all durations in epochs.
-
-        Args:
-            convert: Converts a position.
-            warmup: The warm-up in epochs.
-        """
-        cycle = self.first_cycle
+    def in_epochs(self, convert: Callable[[Duration], Duration]) -> LearningRate:
+        """Return the section with all durations in epochs; ``convert`` converts a position."""
+        warmup, cycle = convert(self.warmup), self.first_cycle
         if cycle is not None and cycle.unit == self.warmup.unit == "steps":  # it begins after the warm-up
             end = convert(Duration(self.warmup.amount + cycle.amount, "steps"))
-            cycle = Duration(end.epochs - convert(self.warmup).epochs)
+            cycle = Duration(end.epochs - warmup.epochs)
         return self.model_copy(
             update={
                 "warmup": warmup,
                 "milestones": [convert(each) for each in self.milestones],
-                "points": points_in_epochs(self.points, convert),
+                "points": [(convert(position), value) for position, value in self.points],
                 "first_cycle": convert(cycle) if cycle else None,
             }
         )
-
-
-def points_in_epochs(
-    points: Sequence[tuple[Duration, float]], convert: Callable[[Duration], Duration]
-) -> list[tuple[Duration, float]]:
-    """Return the points of a schedule with converted positions."""
-    return [(convert(position), value) for position, value in points]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,28 @@ class ArgumentSchedules:
     """Values of an optimizer's arguments as functions of the progress.
 
     Args:
-        schedules: Points (position in epochs, value), or the location of a function of the progress from 0
-            to 1, by name.
+        schedules: Points (position, value), or the location of a function of the progress from 0 to 1, by
+            name.
         total_epochs: Length of the whole job.
+        convert: Converts a position to epochs.
 
-    >>> ArgumentSchedules({"momentum": [(Duration(0), 0.5), (Duration(5), 1.0)]}, 10).at(2.5)
+    >>> points = [(Duration(0), 0.5), (Duration(5), 1.0)]
+    >>> ArgumentSchedules({"momentum": points}, 10, lambda position: position).at(2.5)
     {'momentum': 0.75}
     """
 
-    def __init__(self, schedules: Mapping[str, Any], total_epochs: float) -> None:
-        self._curves = {name: _curve(name, given, total_epochs) for name, given in schedules.items()}
+    def __init__(
+        self,
+        schedules: Mapping[str, Any],
+        total_epochs: float,
+        convert: Callable[[Duration], Duration],
+    ) -> None:
+        self._curves = {
+            name: _curve(name, given, total_epochs)
+            if isinstance(given, str)
+            else partial(interpolated, [(convert(position).epochs, value) for position, value in given])
+            for name, given in schedules.items()
+        }
 
     def at(self, epochs: float) -> dict[str, float]:
         """Return the values after a number of epochs, including the fraction of the current epoch.
@@ -36,11 +48,7 @@ class ArgumentSchedules:
         return {name: curve(epochs) for name, curve in self._curves.items()}
 
 
-def _curve(
-    name: str, given: str | Sequence[tuple[Duration, float]], total_epochs: float
-) -> Callable[[float], float]:
-    if not isinstance(given, str):
-        return partial(interpolated, [(position.epochs, value) for position, value in given])
+def _curve(name: str, given: str, total_epochs: float) -> Callable[[float], float]:
     curve = load_location(given, SCHEDULES)
 
     def at(epochs: float) -> float:

@@ -93,10 +93,11 @@ class LearningRatePolicy:
             convert: Converts a position.
             train: The section ``train``, with a batch warm-up in epochs.
         """
-        warmup = convert(self.section.warmup)
+        section = self.section.in_epochs(convert)
         if self.section.warmup.unit == "steps":
-            warmup = Duration(warmup.epochs / self.scaled.warmup)
-        return replace(self, section=self.section.in_epochs(convert, warmup), train=train)
+            warmup = Duration(section.warmup.epochs / self.scaled.warmup)
+            section = section.model_copy(update={"warmup": warmup})
+        return replace(self, section=section, train=train)
 
     def at(self, epochs: float, *, gain: float | None = None, plateau_factor: float = 1.0) -> float:
         """Return the rate of a step.

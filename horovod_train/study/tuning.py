@@ -46,25 +46,21 @@ class Tuning:
     metric: str | None
     report: Callable[[str], None]
 
-    def plain_trials_of(self, policies: Sequence[Policy], ranks: Sequence[int]) -> list[Trial]:
-        """Return the trials of the table without a search."""
-        return trials_of(
-            self.job, policies, ranks, self.num_seeds, folder=self.folder, num_cores=self.num_cores
-        )
+    def tuned(self, trials: Sequence[Trial], policies: Sequence[Policy]) -> list[Trial]:
+        """Return the trials of a table with the best base rate of each row.
 
-    def trials_of(self, policies: Sequence[Policy], ranks: Sequence[int]) -> list[Trial]:
-        """Tune the base rate of each policy on each number of ranks; return the trials of the table.
+        Args:
+            trials: The trials with the base rates of the policies.
+            policies: The policies of the study.
 
         Raises:
             UserError: No rate of a row trains, or a trial is not possible.
         """
+        by_name = {policy.name: policy for policy in policies}
         found = []
-        different = {(each.policy, each.num_ranks) for each in self.plain_trials_of(policies, ranks)}
-        for num_ranks in sorted(set(ranks)):
-            for policy in policies:
-                if (policy.name, num_ranks) not in different:  # as another one, at the reference batch
-                    continue
-                found += self._trials(self.job, self._tuned(policy, num_ranks), num_ranks, self.num_seeds)
+        for name, num_ranks in dict.fromkeys((trial.policy, trial.num_ranks) for trial in trials):
+            policy = self._tuned(by_name[name], num_ranks)
+            found += self._trials(self.job, policy, num_ranks, self.num_seeds)
         return found
 
     def _trials(self, job: Job, policy: Policy, num_ranks: int, num_seeds: int) -> list[Trial]:

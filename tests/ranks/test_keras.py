@@ -98,6 +98,17 @@ def test_a_saved_model_loads_where_this_product_is_not_installed(framework, pool
     assert loaded.returncode == 0, loaded.stderr[-3000:]
 
 
+def difference_of_weights(folder):
+    """The largest difference of kernel and bias between a program without a job and the job ``test``."""
+    path = list_checkpoints(folder / "runs" / "test" / "checkpoints")[0].path
+    with np.load(folder / "plain.npz") as found:
+        expected = [found[name] for name in found.files]
+    weights = {
+        name.rpartition("/")[2]: value for name, value in load_file(path / "model.safetensors").items()
+    }
+    return largest_difference([weights["kernel"], weights["bias"]], expected)
+
+
 @pytest.mark.parametrize("length", [{"epochs": 3}, {"max_steps": 18}])
 def test_averages_of_the_optimizer_replace_the_weights_once_at_the_end(tmp_path, length):
     """A job calls ``fit`` in each epoch, and Keras replaces them at the end of each ``fit``."""
@@ -117,14 +128,7 @@ def test_averages_of_the_optimizer_replace_the_weights_once_at_the_end(tmp_path,
         launch={"num_ranks": 2, "threads_per_rank": 1},
     )
     assert "epoch 2 of 3" in cli("run", str(job), cwd=tmp_path).stdout
-    path = list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")[0].path
-    with np.load(tmp_path / "plain.npz") as found:
-        expected = [found[name] for name in found.files]
-    weights = {
-        name.rpartition("/")[2]: value for name, value in load_file(path / "model.safetensors").items()
-    }
-
-    assert largest_difference([weights["kernel"], weights["bias"]], expected) <= 1e-6
+    assert difference_of_weights(tmp_path) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -148,11 +152,4 @@ def test_weights_of_tokens_train_as_in_one_process(tmp_path, back_end):
         launch={"num_ranks": 2, "threads_per_rank": 1},
     )
     cli("run", str(job), cwd=tmp_path, KERAS_BACKEND=back_end)
-    path = list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")[0].path
-    with np.load(tmp_path / "plain.npz") as found:
-        expected = [found[name] for name in found.files]
-    weights = {
-        name.rpartition("/")[2]: value for name, value in load_file(path / "model.safetensors").items()
-    }
-
-    assert largest_difference([weights["kernel"], weights["bias"]], expected) <= 1e-6
+    assert difference_of_weights(tmp_path) <= 1e-6

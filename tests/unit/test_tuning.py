@@ -15,7 +15,7 @@ from horovod_train.study.advice import price_text, settings_text
 from horovod_train.study.document import report_of_study
 from horovod_train.study.results import Study, read_study, result_of
 from horovod_train.study.table import Metric, table_of
-from horovod_train.study.trials import policies_of, problem_of
+from horovod_train.study.trials import policies_of, problem_of, trials_of
 from horovod_train.study.tuning import TUNING, Tuning, search
 from tests.unit.test_study import event, summary
 
@@ -39,7 +39,9 @@ class Trainings:
 
     def trials(self, ranks=(1, 2), names=("linear",), seeds=2):
         tuning = Tuning(self.study, self.job, seeds, self.study.folder, 64, None, self.said.append)
-        return tuning.trials_of(policies_of(self.job, names), ranks)
+        policies = policies_of(self.job, names)
+        plain = trials_of(self.job, policies, ranks, seeds, folder=self.study.folder, num_cores=64)
+        return tuning.tuned(plain, policies)
 
 
 BASE = 0.015  # of the job

@@ -91,7 +91,7 @@ class _AppliesTheMean(_Distributed):
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         self._name = name_of_exchange(grads)  # Keras removes gradients that are None before it clips
         variables = trainable_variables or self._trainable_variables  # type: ignore[attr-defined]
-        shaped = back_end().with_shapes(list(grads), [variable.shape for variable in variables])
+        shaped = back_end().with_shapes(grads, variables)
         return super().apply(shaped, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[keras.KerasTensor]) -> Sequence[keras.KerasTensor]:

@@ -129,7 +129,7 @@ class LightningFramework(TorchBased):
             source = _Source(bridge, self._train_reader, self._job.train.accumulation_steps)
             has_others = bool(self._callbacks)
             timer = _StepTimer(bridge, strategy, self._replica, source, has_others=has_others)
-            ends = _StepReporter(timer, self._callbacks, self._replica.callbacks)
+            ends = _EpochReporter(timer, self._callbacks, self._replica.callbacks)
             trainer = self._trainer(
                 strategy=strategy,
                 max_epochs=bridge.num_epochs,
@@ -394,7 +394,7 @@ class _StepTimer(lightning.Callback):
             trainer.should_stop = True
 
 
-class _StepReporter(lightning.Callback):
+class _EpochReporter(lightning.Callback):
     """Callback that reports ends of epochs; called last, to save effects of other callbacks."""
 
     def __init__(self, timer: _StepTimer, callbacks: list[lightning.Callback], saved: CallbackState) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from horovod_train.config.optimization import points_in_epochs
 from horovod_train.frameworks.base import SchedulesArguments
 from horovod_train.lr.arguments import ArgumentSchedules
 from horovod_train.training.hooks.base import Hook, HookParts
@@ -21,11 +20,8 @@ class ScheduleArguments(Hook):
 
     def on_start(self, run: Run) -> None:
         """Set the arguments of the first step."""
-        schedules = {
-            name: given if isinstance(given, str) else points_in_epochs(given, run.in_epochs)
-            for name, given in run.job.optimizer.schedules.items()
-        }
-        self._schedules = ArgumentSchedules(schedules, run.policy.total_epochs)
+        schedules = run.job.optimizer.schedules
+        self._schedules = ArgumentSchedules(schedules, run.policy.total_epochs, run.in_epochs)
         self.on_step(run)
 
     def on_step(self, run: Run) -> None:

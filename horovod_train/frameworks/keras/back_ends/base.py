@@ -69,8 +69,8 @@ class BackEnd:
     def sync_variables(self, model: keras.Model) -> None:
         """Update a model's variables, if ``fit`` stores their values elsewhere during an epoch."""
 
-    def with_shapes(self, gradients: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """Return gradients with known shapes, if a graph does not know them."""
+    def with_shapes(self, gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> Sequence[Any]:
+        """Return the gradients of variables with known shapes, if a graph does not know them."""
         return gradients
 
     def set_training(self, model: keras.Model) -> None:

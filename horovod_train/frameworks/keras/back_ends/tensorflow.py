@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from horovod_train.collectives.base import Communicator
@@ -53,11 +54,11 @@ class TensorflowBackEnd(BackEnd):
             )
         arguments["jit_compile"] = False
 
-    def with_shapes(self, gradients: list[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    def with_shapes(self, gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> Sequence[Any]:
         """Return gradients with known shapes; that of a Dense layer on 3 dimensions is not known."""
         return [
-            each if each is None or isinstance(each, tf.IndexedSlices) else tf.ensure_shape(each, shape)
-            for each, shape in zip(gradients, shapes, strict=True)
+            each if each is None or isinstance(each, tf.IndexedSlices) else tf.ensure_shape(each, of.shape)
+            for each, of in zip(gradients, variables, strict=True)
         ]
 
     def stream(self, batches: Iterator[tuple[object, ...]]) -> AbstractContextManager[object]:

@@ -81,9 +81,7 @@ def traceless(
     """
     random_state = rng_state()
     weights = () if transient else model.parameters()
-    kept = list(others)
-    mode = Untouched([*weights, *model.buffers(), *kept], transient)
-    mode.others = set(map(storage_of, kept))
+    mode = Untouched([*weights, *model.buffers()], list(others), transient)
     try:
         with same_modules(model), mode:
             seed_generators(0, 0, 0)
@@ -97,31 +95,34 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which tensors can be restored, and operations draw constants.
 
     Args:
-        watched: Tensors that are restored.
+        of_model: Tensors of the model, which are restored.
+        others: Further tensors, which are restored, and of which it is noted whether they are read.
         transient: Tensors that are not, by name, but whose changes are noted.
 
     Attributes:
         lost: Names of transient tensors that operations wrote.
-        read: Storages of tensors besides those of the model whose content operations read before they were
-            replaced.
+        read: Storages of ``others`` whose content operations read before it was replaced.
         unknown: Names of operations that drew random numbers, and for which no constant is known.
         dtypes: Types of the floating-point numbers that operations read.
     """
 
     def __init__(
-        self, watched: Iterable[torch.Tensor], transient: Mapping[str, torch.Tensor] | None = None
+        self,
+        of_model: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor] = (),
+        transient: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._transient = transient or {}
         self.lost: set[str] = set()
-        self.others: set[int] = set()
+        self._storages_of_others = set(map(storage_of, others))
         self.read: set[int] = set()
         self._written: set[int] = set()
         self.unknown: set[str] = set()
         self.dtypes: set[torch.dtype] = set()
         self._whole = [
             (tensor, to_local(tensor.detach()))
-            for tensor in watched
+            for tensor in (*of_model, *others)
             if not tensor.is_meta and tensor.layout == torch.strided  # others have no storage of their own
         ]
         self._places: dict[int, list[torch.Tensor]] = {}
@@ -137,9 +138,10 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Copy what an operation changes; replace random numbers by constants."""
         named = dict(kwargs or {})
-        written = list(_written(func, args, named))
-        for tensor in written:
+        written = set()
+        for tensor in _written(func, args, named):
             self._remember(tensor, is_of_strategy=func.namespace in OF_STRATEGIES)
+            written.add(storage_of(tensor))
         floats = (each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point())
         self.dtypes.update(floats)
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
@@ -147,16 +149,16 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = {_storage(each) for each in _tensors((*args, *named.values()))}
         after = {_storage(each) for each in _tensors((result,))}
         self._made |= after - before
-        replaced = set() if name_of(func) in UPDATES else set(map(storage_of, written))
-        views = after - set(map(storage_of, written))
-        self.read |= (before & self.others) - views - replaced - self._written
-        self._written |= set(map(storage_of, written))
+        replaced = set() if name_of(func) in UPDATES else written
+        views = after - written
+        self.read |= (before & self._storages_of_others) - views - replaced - self._written
+        self._written |= written
         return result
 
     def _remember(self, tensor: torch.Tensor, *, is_of_strategy: bool) -> None:
-        if tensor.layout != torch.strided or tensor.is_meta:
+        storage = storage_of(tensor)
+        if not storage:
             return
-        storage = _storage(to_local(tensor.detach()))
         for local in self._places.get(storage, ()):
             if id(local) not in self._before:
                 self._before[id(local)] = local, local.clone()
