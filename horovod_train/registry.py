@@ -393,6 +393,7 @@ OBSERVERS = (  # hooks of jobs and of users' own loops, in the order in which th
 )
 
 HOOKS = (  # hooks of jobs: the observers, and those that need checkpoints
+    "horovod_train.training.hooks.generators:KeepGenerators",
     "horovod_train.training.hooks.evaluation:EvaluateWithinEpoch",  # before others see the metrics
     *OBSERVERS,
     "horovod_train.training.hooks.one_process:CompareWithOneProcess",  # before a checkpoint is written

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 
 from horovod_train.data.shard import MicroBatch
 from horovod_train.frameworks.callbacks import SavesCallbacks
-from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 
 
@@ -23,13 +22,6 @@ class TrainerReplica(SavesCallbacks, TorchReplica):
 
     def evaluate(self, batches: Iterable[tuple[MicroBatch, object]]) -> dict[str, tuple[float, int]]:
         """Return the metrics over the samples of all ranks, on rank 0; an empty mapping on other ranks."""
-        metrics = self.evaluated() if self.metrics is None else self.metrics
+        metrics = self.evaluate_now() if self.metrics is None else self.metrics
         self.metrics = None
         return {name: (value, 1) for name, value in metrics.items()} if self.data_ranks.rank == 0 else {}
-
-    def evaluated(self) -> dict[str, float]:
-        """Evaluate, and restore random generators, which ``Trainer`` uses: training must not depend on it."""
-        state = rng_state()
-        found = self.evaluate_now()
-        load_rng_state(*state)
-        return found

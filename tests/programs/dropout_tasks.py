@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 
 
@@ -21,6 +23,33 @@ class Numbers:
 class Named(Numbers):
     def __getitem__(self, index):
         return {"x": self.x[index], "labels": self.y[index]}
+
+
+class OfTorch:
+    def model(self):
+        import torch
+        from torch import nn
+
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 2))
+
+    def loss(self, model, batch):
+        from torch import nn
+
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def metrics(self, model, batch):
+        import torch
+        from torch import nn
+
+        noise = torch.randn_like(batch[0]) * random.random() * np.random.rand()  # of all generators
+        return {"loss": nn.functional.cross_entropy(model(batch[0] + noise), batch[1])}
+
+    def train_data(self):
+        return Numbers(40, 0)
+
+    def eval_data(self):
+        return Numbers(30, 1)
 
 
 class OfTransformers:

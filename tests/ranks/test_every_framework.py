@@ -205,6 +205,7 @@ def test_a_checkpoint_of_the_version_before_is_resumed(train, world, framework):
 @pytest.mark.parametrize(
     ("framework", "task"),
     [
+        ("torch", "OfTorch"),
         ("transformers", "OfTransformers"),
         ("lightning", "OfLightning"),
         pytest.param("keras on torch", "OfKeras", marks=pytest.mark.campaign),

@@ -52,9 +52,8 @@ class KerasReplica(SavesCallbacks, VariablesReplica):
 
     @contextmanager
     def _kept_training(self) -> Iterator[None]:
-        """Keep metrics, mode and random generators of ``fit``, within which the block evaluates."""
+        """Keep metrics and mode of ``fit``, within which the block evaluates."""
         self.fetch_variables()
-        generators = back_end().generators()
         metrics = [(each, keras.ops.convert_to_numpy(each)) for each in self.model.metrics_variables]
         stops = self.model.stop_training
         yield
@@ -63,7 +62,6 @@ class KerasReplica(SavesCallbacks, VariablesReplica):
             variable.assign(value)
         self.model.stop_training = stops
         back_end().set_training(self.model)
-        back_end().load_generators(generators)
 
     def _evaluate(
         self, batches: Iterable[tuple[MicroBatch, Sequence[object]]]

@@ -151,10 +151,12 @@ class LightningFramework(TorchBased):
     def _validate_within(self, trainer: lightning.Trainer) -> dict[str, float]:
         """Return the metrics that ``validation_step`` logs, during ``fit``, as Lightning itself validates."""
         loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector  # noqa: SLF001
+        generators = self.rng_state()  # training must not depend on the interval of evaluations
         call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")  # noqa: SLF001
         first_iteration, trainer.validating = connector._first_loop_iter, True  # noqa: SLF001
         loop.val_loop.run()
         trainer.training, connector._first_loop_iter = True, first_iteration  # noqa: SLF001
+        self.load_rng_state(*generators)
         assert self._replica.metrics is not None  # set when validation has ended
         found, self._replica.metrics = self._replica.metrics, None
         return found
@@ -364,7 +366,7 @@ class _StepTimer(lightning.Callback):
         outcome = self._replica.outcome_of(numbers, self._clock, self._strategy.gradients)
         self._bridge.after_step(self._source.steps[number], outcome, self._lr)
         if self._bridge.evaluates_now:
-            self._replica.metrics = self._replica.evaluated()  # before callbacks see the end of the epoch
+            self._replica.metrics = self._replica.evaluate_now()  # before callbacks see the end of the epoch
         elif self._bridge.is_done:
             trainer.should_stop = True
         self._begin_step()  # a step's time does not include the bridge
