@@ -178,7 +178,9 @@ def test_recordings_say_what_can_be_worked_out_from_the_ranks_own_numbers(watche
 def test_nothing_fires_while_all_is_well(watched):
     _, server, _, _ = watched
 
-    assert not server.firing()
+    # A scrape that a busy machine has missed makes an alert pending, until the next evaluation of rules.
+    until(lambda: not server.alerts(), server.alerts)
+    assert not server.have_fired()
 
 
 def test_promtool_is_content_with_what_ranks_and_jobs_show(watched):
@@ -212,6 +214,7 @@ def test_a_drained_job_leaves_the_targets_and_no_alert(watched):
         lambda: server.query("horovod_train_job_state"),
     )
     assert server.value('horovod_train_job_preemptions_total{training_job="watched"}') == 1
-    assert not server.firing()
+    until(lambda: not server.alerts(), server.alerts)
+    assert not server.have_fired()
     last = (folder / "runs" / "watched").glob("*/rank-*.prom")
     assert len(list(last)) == RANKS, "what the last scrape has missed"

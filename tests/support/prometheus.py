@@ -58,8 +58,14 @@ class Prometheus:
         found = self.get("/api/v1/targets")["activeTargets"]
         return [(each["discoveredLabels"]["__address__"], each["health"]) for each in found]
 
-    def firing(self) -> set[str]:
+    def alerts(self) -> set[str]:
+        """Names of the alerts that are pending or fire."""
         return {each["labels"]["alertname"] for each in self.get("/api/v1/alerts")["alerts"]}
+
+    def have_fired(self) -> set[str]:
+        """Names of the alerts that have fired at any time."""
+        found = self.query('max_over_time(ALERTS{alertstate="firing"}[1d])')
+        return {each["metric"]["alertname"] for each in found}
 
 
 @contextmanager
