@@ -37,7 +37,7 @@ from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import optimizer_of
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder
 from horovod_train.frameworks.torch.step.replica import TorchReplica
-from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, SingleRankStrategy
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, SingleRankStrategy
 from horovod_train.horovod.environment import horovod_settings
 
 STEPS_PER_BLOCK_S = 1.0

@@ -1,8 +1,10 @@
 """Registries: tables from names in a job description to import paths.
 
-A row ``name -> "module:attribute"`` is imported on first use, so that ``--help`` and validation import no
-framework. Other packages add rows through entry points. These rows cannot replace rows of this package, and
-a row that cannot be imported affects only jobs that use it.
+A row ``name -> "module:attribute"`` is imported on first use, so that ``--help`` imports nothing. It leads to
+a class or function, or, as ``module:SUPPORT``, to an object that declares what a job may ask of it
+(``config/support.py``). Validation imports such a module, which therefore imports no framework; the attribute
+``factory`` of the object leads to the class or function. Other packages add rows through entry points. These
+rows cannot replace rows of this package, and a row that cannot be imported affects only jobs that use it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.errors import UnknownNameError, UserError
+
+SUPPORT = "SUPPORT"
+"""Name of the object in a module that declares what a job may ask of a row."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,28 @@ class Registry:
             UnknownNameError: The table has no such name.
             UserError: The import path is not valid, or the class has a member with a former name.
         """
-        return self._load(self.location(name), name)
+        return self._factory(name)
 
-    def _load(self, location: str, name: str) -> Any:
-        found = load_attribute(location, what=f"{self.kind} {name!r}")
+    def support(self, name: str) -> Any | None:
+        """Import and return the support object of a row or of ``module:SUPPORT``; None: there is none.
+
+        Raises:
+            UnknownNameError: The table has no such name.
+            UserError: The import path is not valid.
+        """
+        location = name if ":" in name else self.location(name)
+        return self._attribute(location, name) if location.endswith(f":{SUPPORT}") else None
+
+    def _attribute(self, location: str, name: str) -> Any:
+        if location.rpartition(":")[0].endswith(".py"):
+            return load_location(location, self)
+        return load_attribute(location, what=f"{self.kind} {name!r}")
+
+    def _factory(self, name: str) -> Any:
+        location = name if ":" in name else self.location(name)
+        found = self._attribute(location, name)
+        if location.endswith(f":{SUPPORT}"):
+            found = self._attribute(found.factory, name)
         for old in self.renamed:
             if hasattr(found, old):
                 raise UserError(
@@ -85,10 +108,7 @@ class Registry:
             UnknownNameError: The table has no such name.
             UserError: The class cannot be imported, or raises TypeError or ValueError for its arguments.
         """
-        if name.rpartition(":")[0].endswith(".py"):
-            factory = load_location(name, self)
-        else:
-            factory = self._load(name if ":" in name else self.location(name), name)
+        factory = self._factory(name)
         try:
             return call(factory)
         except (TypeError, ValueError) as error:
@@ -292,8 +312,8 @@ CODECS = Registry(
         "fp32": "horovod_train.frameworks.torch.codecs.dense:fp32",
         "fp16": "horovod_train.frameworks.torch.codecs.dense:fp16",
         "bf16": "horovod_train.frameworks.torch.codecs.dense:bf16",
-        "powersgd": "horovod_train.frameworks.torch.codecs.powersgd:PowerSgd",
-        "top-k": "horovod_train.frameworks.torch.codecs.top_k:TopK",
+        "powersgd": "horovod_train.frameworks.torch.codecs.powersgd:SUPPORT",
+        "top-k": "horovod_train.frameworks.torch.codecs.top_k:SUPPORT",
     },
     renamed={"has_memory": "rules", "has_residual": "rules"},
 )
@@ -302,20 +322,18 @@ STRATEGIES = Registry(
     kind="strategy",
     group="horovod_train.strategies",
     builtin={
-        "adasum": "horovod_train.frameworks.torch.strategies.adasum:Adasum",
-        "allreduce": "horovod_train.frameworks.torch.strategies.allreduce:allreduce",
-        "data_parallel": "horovod_train.frameworks.torch.strategies.data_parallel:DataParallel",
-        "ddp": "horovod_train.frameworks.torch.strategies.ddp:Ddp",
-        "deepspeed": "horovod_train.frameworks.torch.strategies.deepspeed.strategy:DeepSpeed",
-        "fsdp": "horovod_train.frameworks.torch.strategies.fsdp:Fsdp",
-        "local_sgd": "horovod_train.frameworks.torch.strategies.local_sgd:LocalSgd",
-        "mesh": "horovod_train.frameworks.torch.strategies.mesh:mesh",
-        "parameter_server": (
-            "horovod_train.frameworks.torch.strategies.parameter_server.strategy:ParameterServer"
-        ),
-        "pipeline": "horovod_train.frameworks.torch.strategies.pipeline.strategy:Pipeline",
-        "tensor_parallel": "horovod_train.frameworks.torch.strategies.tensor_parallel:TensorParallel",
-        "zero": "horovod_train.frameworks.torch.strategies.zero:Zero",
+        "adasum": "horovod_train.frameworks.torch.strategies.adasum:SUPPORT",
+        "allreduce": "horovod_train.frameworks.torch.strategies.allreduce:SUPPORT",
+        "data_parallel": "horovod_train.frameworks.torch.strategies.data_parallel:SUPPORT",
+        "ddp": "horovod_train.frameworks.torch.strategies.ddp:SUPPORT",
+        "deepspeed": "horovod_train.frameworks.torch.strategies.deepspeed:SUPPORT",
+        "fsdp": "horovod_train.frameworks.torch.strategies.fsdp:SUPPORT",
+        "local_sgd": "horovod_train.frameworks.torch.strategies.local_sgd:SUPPORT",
+        "mesh": "horovod_train.frameworks.torch.strategies.mesh:SUPPORT",
+        "parameter_server": "horovod_train.frameworks.torch.strategies.parameter_server:SUPPORT",
+        "pipeline": "horovod_train.frameworks.torch.strategies.pipeline:SUPPORT",
+        "tensor_parallel": "horovod_train.frameworks.torch.strategies.tensor_parallel:SUPPORT",
+        "zero": "horovod_train.frameworks.torch.strategies.zero:SUPPORT",
     },
     renamed={
         "bytes_per_step": "sent_bytes",

@@ -13,7 +13,7 @@ import click
 from horovod_train.cli.options import LaunchOptions, job_argument, job_of, launch_options
 
 if TYPE_CHECKING:
-    from horovod_train.config.memory import MemoryEstimate, Sizes
+    from horovod_train.config.memory import JobSizes, MemoryEstimate
     from horovod_train.config.schema import Job
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -65,7 +65,7 @@ def format_memory(job: Job, num_ranks: int, limit_bytes: float | None) -> list[s
     """Return a table of the memory that a rank needs under each strategy, as lines."""
     from horovod_train.config.memory import fastest_that_fits, needs
 
-    found = needs(*sizes_of(job, num_ranks), job, num_ranks)
+    found = needs(sizes_of(job, num_ranks))
     micro_batch = f"micro-batches of {job.train.batch_size_per_rank}"
     lines = [
         f"# a rank of {num_ranks} needs, in MiB ({micro_batch}, optimizer {job.optimizer.name})",
@@ -90,13 +90,13 @@ def _line(name: str, need: MemoryEstimate) -> str:
     return f"{name:<26}" + "".join(f"{n:>{w}}" for n, w in zip(numbers, widths, strict=True))
 
 
-def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
-    """Determine the sizes of a job in a separate process: in one process, and with tensor-parallel ranks.
+def sizes_of(job: Job, num_ranks: int) -> JobSizes:
+    """Determine the sizes of a job in a separate process.
 
     Raises:
         UserError: The framework is not PyTorch, or the sizes cannot be determined.
     """
-    from horovod_train.config.memory import Sizes
+    from horovod_train.config.memory import JobSizes, Sizes
     from horovod_train.errors import UserError
 
     if job.framework != "torch":
@@ -116,5 +116,5 @@ def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
     document = json.loads(done.stdout.splitlines()[-1])
     if "problem" in document:
         raise UserError(document["problem"], hint=document["hint"])
-    shared = document["shared"]
-    return Sizes(**document["whole"]), None if shared is None else Sizes(**shared)
+    part = document["of_tensor_rank"]
+    return JobSizes(job, num_ranks, Sizes(**document["whole"]), None if part is None else Sizes(**part))

@@ -5,22 +5,18 @@
     update    resident + gradients + temporary tensors at the peak of the optimizer's step
     peak      the larger of passes and update
 
-Each strategy divides some of these sizes by the number of ranks that shard them, and adds its own copies.
+A strategy divides some of these sizes by the number of ranks that shard them, and adds copies of its own: its
+row declares how (``StrategySupport.memory``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from horovod_train.config.codecs import arguments_of
 from horovod_train.config.schema import Job
-
-TRACER_BYTES = 75 * 2**20
-"""Additional memory of a process that has traced a model (``torch.fx`` imports SymPy)."""
-
-DEEPSPEED_BYTES = 90 * 2**20
-"""Additional memory of a process for DeepSpeed: its import, and its allocations and deallocations."""
+from horovod_train.config.support import strategies_with_support
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,34 @@ class Sizes:
     units: Sequence[int]
     process: int
 
+    @property
+    def gathered(self) -> int:
+        """Maximum size of gathered parameters: those outside of units, and the two largest units."""
+        return self.weights - sum(self.units) + sum(sorted(self.units)[-2:])
+
+
+@dataclass(frozen=True)
+class JobSizes:
+    """What the memory of a rank depends on.
+
+    Attributes:
+        job: The job.
+        num_ranks: Number of ranks that share the model.
+        whole: Sizes of the job in one process.
+        of_tensor_rank: Sizes of a tensor-parallel rank; None: one rank, or its layers cannot be cut.
+    """
+
+    job: Job
+    num_ranks: int
+    whole: Sizes
+    of_tensor_rank: Sizes | None = None
+
+    @cached_property
+    def bucket(self) -> float:
+        """Gradients in transit: one just computed, a bucket being filled, three being sent, in bytes."""
+        bucket_bytes = self.job.allreduce.bucket_size_mib * 2**20
+        return min(5 * max(bucket_bytes, self.whole.largest), self.whole.trained)
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -62,6 +86,9 @@ class MemoryEstimate:
         optimizer: Optimizer state.
         peak: Peak of all tensors.
         process: Approximate peak of the process.
+        speed_rank: Place among strategies from fast to slow, by bytes sent and by overlap of communication
+            with computation: 0 (allreduce), 10 and 20 (zero), 30 and 40 (fsdp), 50 (deepspeed),
+            60 (tensor_parallel), 70 (pipeline).
     """
 
     weights: float
@@ -69,50 +96,13 @@ class MemoryEstimate:
     optimizer: float
     peak: float
     process: float
+    speed_rank: int
 
 
-BY_SPEED = (
-    "allreduce",
-    "zero 1",
-    "zero",
-    "fsdp without resharding",
-    "fsdp",
-    "deepspeed",
-    "tensor_parallel",
-    "pipeline",
-)
-"""Strategies from fast to slow, by bytes sent and by overlap of communication with computation."""
-
-
-def needs(sizes: Sizes, shared: Sizes | None, job: Job, num_ranks: int) -> dict[str, MemoryEstimate]:
-    """Return the memory that a rank needs under each strategy, with the model sharded over all ranks.
-
-    ``sizes`` are those of the job in one process, ``shared`` those of a tensor-parallel rank, if known.
-    """
-    found = {
-        "allreduce": _allreduce(sizes, job, num_ranks),
-        "zero": _need(sizes, optimizer=num_ranks, gradients=num_ranks, extra=_bucket(sizes, job)),
-        "fsdp without resharding": _fsdp(sizes, num_ranks, gathered=sizes.weights),
-        "fsdp": _fsdp(sizes, num_ranks, gathered=_gathered(sizes)),
-        "deepspeed": _deepspeed(sizes, job, num_ranks),
-        "pipeline": _pipeline(sizes, job, num_ranks),
-    }
-    if job.train.accumulation_steps > 1:  # otherwise gradients are reduced as soon as they are computed
-        found["zero 1"] = _need(sizes, optimizer=num_ranks, keeps_gradients=True)
-    if shared is not None:
-        found["tensor_parallel"] = _need(shared)
-    return found
-
-
-def fastest_that_fits(found: dict[str, MemoryEstimate], limit_bytes: float) -> str | None:
-    """Return the fastest strategy whose process memory is within the limit, or None."""
-    fitting = [name for name in BY_SPEED if name in found and found[name].process <= limit_bytes]
-    return fitting[0] if fitting else None
-
-
-def _need(
+def estimate(
     sizes: Sizes,
     *,
+    speed_rank: int,
     weights: float = 1,
     gradients: float = 1,
     optimizer: float = 1,
@@ -132,59 +122,23 @@ def _need(
     in_update = whole + state + sizes.trained / gradients + sizes.update / optimizer
     peak = max(at_peak, in_update)
     # Each process first creates the whole model, then shards it.
-    return MemoryEstimate(
-        whole, sizes.trained / gradients, state, peak, max(peak, sizes.weights) + sizes.process
-    )
+    process = max(peak, sizes.weights) + sizes.process
+    return MemoryEstimate(whole, sizes.trained / gradients, state, peak, process, speed_rank)
 
 
-def _allreduce(sizes: Sizes, job: Job, num_ranks: int) -> MemoryEstimate:
-    """Return the memory for ``allreduce``. Residuals of a codec stay allocated in all phases of a step."""
-    need = _need(sizes, keeps_gradients=num_ranks > 1)
-    codec = job.allreduce.codec
-    declared = None if codec is None else arguments_of(codec.name)
-    residuals = sizes.trained * (declared.residual_copies if declared else 0)
-    return replace(need, peak=need.peak + residuals, process=need.process + residuals)
+def needs(sizes: JobSizes) -> dict[str, MemoryEstimate]:
+    """Return the memory that a rank needs under each strategy, with the model sharded over all ranks."""
+    return dict(_needs(sizes))
 
 
-def _bucket(sizes: Sizes, job: Job) -> float:
-    """Return the size of gradients in transit: one just computed, a bucket being filled, three being sent."""
-    return min(5 * max(job.allreduce.bucket_size_mib * 2**20, sizes.largest), sizes.trained)
+def _needs(sizes: JobSizes) -> Iterator[tuple[str, MemoryEstimate]]:
+    for name, support in strategies_with_support():
+        variants: Mapping[str, MemoryEstimate] = support.memory(sizes) if support.memory else {}
+        for variant, found in variants.items():
+            yield f"{name} {variant}".strip(), found
 
 
-def _gathered(sizes: Sizes) -> float:
-    """Return the maximum size of gathered parameters: those outside of units, and the two largest units."""
-    return sizes.weights - sum(sizes.units) + sum(sorted(sizes.units)[-2:])
-
-
-def _fsdp(sizes: Sizes, num_ranks: int, *, gathered: float) -> MemoryEstimate:
-    largest = max([*sizes.units, sizes.weights - sum(sizes.units)])
-    return _need(
-        sizes,
-        weights=num_ranks,
-        gradients=num_ranks,
-        optimizer=num_ranks,
-        extra=(gathered + largest) if num_ranks > 1 else 0,
-    )
-
-
-def _deepspeed(sizes: Sizes, job: Job, num_ranks: int) -> MemoryEstimate:
-    """Return the memory for ZeRO stage 3: as for fsdp, plus persistent gradients, which the update copies."""
-    need = _fsdp(sizes, num_ranks, gathered=_gathered(sizes))
-    gradients = sizes.trained / num_ranks
-    resident = need.weights + need.optimizer + gradients
-    in_passes = need.peak - sizes.gradients_by_then / num_ranks + gradients + _bucket(sizes, job)
-    peak = max(in_passes, resident + gradients + sizes.update / num_ranks)
-    return replace(need, peak=peak, process=max(peak, sizes.weights) + sizes.process + DEEPSPEED_BYTES)
-
-
-def _pipeline(sizes: Sizes, job: Job, num_ranks: int) -> MemoryEstimate:
-    """Return the memory for the first of approximately equal stages, because it stores most activations.
-
-    The process traces a second, whole model before the first one is cut into stages.
-    """
-    stage = max([sizes.weights / num_ranks, sizes.weights - sum(sizes.units), *sizes.units])
-    part = sizes.weights / stage
-    under_way = min(num_ranks, job.train.accumulation_steps)
-    need = _need(sizes, weights=part, gradients=part, optimizer=part, passes=num_ranks / under_way)
-    process = max(need.peak, 2 * sizes.weights) + sizes.process + TRACER_BYTES
-    return replace(need, process=process)
+def fastest_that_fits(found: Mapping[str, MemoryEstimate], limit_bytes: float) -> str | None:
+    """Return the fastest strategy whose process memory is within the limit, or None."""
+    fitting = [(each.speed_rank, name) for name, each in found.items() if each.process <= limit_bytes]
+    return min(fitting)[1] if fitting else None

@@ -5,22 +5,21 @@ A rule checks a whole job and yields problems. To add a rule, write a function, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from pydantic import ValidationError
 
 from horovod_train.config.batch_rules import BATCH_RULES
-from horovod_train.config.codecs import arguments_of
-from horovod_train.config.fields import is_command, name_of, slots_of
+from horovod_train.config.fields import Section, is_command, name_of, slots_of
 from horovod_train.config.kubernetes_rules import kubernetes_rules
 from horovod_train.config.lr_rules import CODE_TABLES, LR_RULES
 from horovod_train.config.path_rules import code_files_exist, folders_are_valid
 from horovod_train.config.problems import explain, shorten
 from horovod_train.config.schema import Codec, Job, Strategy
-from horovod_train.config.strategies import STRATEGY_SUPPORT
-from horovod_train.config.support import SUPPORT, Refused
-from horovod_train.errors import Problem, UnknownNameError, did_you_mean
+from horovod_train.config.support import SUPPORT, Refused, WithArguments, codec_support, strategy_support
+from horovod_train.errors import Problem, UnknownNameError, UserError, did_you_mean
 from horovod_train.registry import (
     CODECS,
     FRAMEWORKS,
@@ -45,33 +44,29 @@ def names_are_known(job: Job) -> Iterator[Problem]:
     # Only a known framework has a list of optimizers.
     if ":" not in job.optimizer.name and job.framework in FRAMEWORKS.rows:
         yield from _known("optimizer.name", job.optimizer.name, optimizers_of(job.framework))
-    codec = job.allreduce.codec
-    if codec is not None and ":" not in codec.name:
-        yield from _known("allreduce.codec.name", codec.name, CODECS)
-    if ":" not in job.strategy.name:
-        yield from _known("strategy.name", job.strategy.name, STRATEGIES)
+    if job.allreduce.codec is not None:
+        yield from _known("allreduce.codec.name", job.allreduce.codec.name, CODECS)
+    yield from _known("strategy.name", job.strategy.name, STRATEGIES)
     for place, tracker in enumerate(job.metrics.trackers):
-        if ":" not in tracker.name:
-            yield from _known(f"metrics.trackers.{place}.name", tracker.name, TRACKERS)
-    if ":" not in job.task:
-        yield from _known("task", job.task, TASKS)
+        yield from _known(f"metrics.trackers.{place}.name", tracker.name, TRACKERS)
+    yield from _known("task", job.task, TASKS)
     yield from rules_and_schedules_are_known(job)
 
 
 def rules_and_schedules_are_known(job: Job) -> Iterator[Problem]:
     """Require that the scaling rule and the schedule are in their tables, or are import paths."""
     for path, table in CODE_TABLES.items():
-        name = getattr(job.lr, path.partition(".")[2])
-        if ":" not in name:
-            yield from _known(path, name, table)
+        yield from _known(path, getattr(job.lr, path.partition(".")[2]), table)
 
 
 def _known(path: str, name: str, registry: Registry) -> Iterator[Problem]:
     try:
-        registry.location(name)
+        registry.support(name)
     except UnknownNameError as error:
         known = f"known: {', '.join(sorted(registry.rows))}"
         yield Problem(path, repr(name), f"is not a known {registry.kind}; {known}", error.hint)
+    except UserError as error:
+        yield Problem(path, repr(name), error.message, error.hint)
 
 
 def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
@@ -277,15 +272,17 @@ def strategy_is_available(job: Job) -> Iterator[Problem]:
 
 def strategy_supports_job(job: Job) -> Iterator[Problem]:
     """Check the arguments of the strategy, and refuse fields that it does not support."""
-    support = STRATEGY_SUPPORT.get(job.strategy.name)
-    if support is None:
-        return  # a strategy of another package
-    try:
-        support.arguments.model_validate(job.strategy.args)
-    except ValidationError as error:
-        for problem in explain(error, support.arguments):
-            yield replace(problem, path=f"strategy.args.{problem.path}")
+    support = strategy_support(job.strategy.name)
+    yield from _arguments_fit(support, job.strategy.args, "strategy.args")
     yield from _refused(job, support.refused, f"strategy: {job.strategy.name}")
+
+
+def _arguments_fit(support: WithArguments, args: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    try:
+        support.arguments_of(args)
+    except ValidationError as error:
+        for problem in explain(error, support.arguments or Section):
+            yield replace(problem, path=f"{path}.{problem.path}")
 
 
 def codec_is_available(job: Job) -> Iterator[Problem]:
@@ -293,20 +290,17 @@ def codec_is_available(job: Job) -> Iterator[Problem]:
     codec = job.allreduce.codec
     if codec is None:
         return
-    if declared := arguments_of(codec.name):
-        try:
-            declared.model_validate(codec.args)
-        except ValidationError as error:
-            for problem in explain(error, declared):
-                yield replace(problem, path=f"allreduce.codec.args.{problem.path}")
-        if declared.residual_copies and job.train.precision == "fp16":
-            yield Problem(
-                "train.precision",
-                "'fp16'",
-                f"cannot be combined with codec {codec.name!r}: its residuals would have another loss scale "
-                "when they are sent",
-                "use bf16 or fp32",
-            )
+    support = codec_support(codec.name)
+    yield from _arguments_fit(support, codec.args, "allreduce.codec.args")
+    yield from _refused(job, support.refused, f"codec: {codec.name}")
+    if support.residual_copies and job.train.precision == "fp16":
+        yield Problem(
+            "train.precision",
+            "'fp16'",
+            f"cannot be combined with codec {codec.name!r}: its residuals would have another loss scale "
+            "when they are sent",
+            "use bf16 or fp32",
+        )
     if job.framework != "torch":
         yield Problem(
             "allreduce.codec",

@@ -211,11 +211,8 @@ class Strategy(Section):
     @model_validator(mode="before")
     @classmethod
     def _a_name_alone(cls, values: object) -> object:
-        """Convert a name to a section, and local-sgd, a previous name, to local_sgd."""
-        taken = {"name": values} if isinstance(values, str) else values
-        if isinstance(taken, dict) and taken.get("name") == "local-sgd":
-            return {**taken, "name": "local_sgd"}
-        return taken
+        """Convert a name to a section."""
+        return {"name": values} if isinstance(values, str) else values
 
 
 class Tracking(Section):

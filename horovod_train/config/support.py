@@ -1,12 +1,23 @@
-"""Fields of the job description that each framework does not support, with reasons.
+"""What rows of registries declare: arguments, fields of the job that they do not support, and properties.
 
-``rules.py`` refuses these fields before anything starts. ``horovod-train frameworks`` prints this table.
+``rules.py`` checks arguments and refuses fields before anything starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from horovod_train.config.axes import Axes
+from horovod_train.config.fields import Section
+from horovod_train.errors import HorovodTrainError
+from horovod_train.registry import CODECS, STRATEGIES, Registry
+
+if TYPE_CHECKING:
+    from horovod_train.config.memory import JobSizes, MemoryEstimate
+
+Support_ = TypeVar("Support_")
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,98 @@ class Refused:
     reason: str
     instead: str
     values: tuple[object, ...] = ()
+
+
+class NoArguments(Section):
+    """Arguments of what has none."""
+
+
+@dataclass(frozen=True)
+class WithArguments:
+    """What a strategy or a codec declares.
+
+    Attributes:
+        factory: ``module:name`` of the class or function.
+        arguments: Model of ``args``; None: arguments are passed to the factory as they are.
+        refused: Fields that it does not support.
+    """
+
+    factory: str = ""
+    arguments: type[Section] | None = NoArguments
+    refused: tuple[Refused, ...] = ()
+
+    def arguments_of(self, args: Mapping[str, Any]) -> Any:
+        """Return the validated model of arguments; without a model, the arguments themselves.
+
+        Raises:
+            ValidationError: The arguments do not fit the model.
+        """
+        return dict(args) if self.arguments is None else self.arguments.model_validate(args)
+
+
+@dataclass(frozen=True)
+class StrategySupport(WithArguments):
+    """What a strategy declares.
+
+    Attributes:
+        axes: Returns the axes, given the world size and the arguments; None: all ranks are data-parallel.
+        lr_follows_rank: The learning rate scales with the batch of a rank, not with the global batch.
+        requires_mpi: Ranks communicate over MPI in addition to Horovod.
+        is_verified: Its first steps are compared with those of the plain model on the same samples.
+        is_sharded: A rank has only a part of the weights or of the optimizer's state.
+        is_equal_to_accumulation: Ranks may be replaced by micro-batches of fewer ranks.
+        memory: Returns the memory of a rank by the name of a variant, which is empty for the defaults; None:
+            it is not known.
+    """
+
+    axes: Callable[[int, Any], Axes] | None = None
+    lr_follows_rank: bool = False
+    requires_mpi: bool = False
+    is_verified: bool = False
+    is_sharded: bool = False
+    is_equal_to_accumulation: bool = False
+    memory: Callable[[JobSizes], Mapping[str, MemoryEstimate]] | None = None
+
+
+@dataclass(frozen=True)
+class CodecSupport(WithArguments):
+    """What a codec declares.
+
+    Attributes:
+        residual_copies: Number of gradient-sized residual buffers per rank, in at least 32 bits. Codecs with
+            residuals do not support ``train.precision: fp16``, because the loss scale may change before a
+            residual is sent.
+    """
+
+    residual_copies: int = 0
+
+
+def strategy_support(name: str) -> StrategySupport:
+    """Return what a strategy declares; one without a support object declares nothing."""
+    return _support_of(STRATEGIES, name, StrategySupport(arguments=None))
+
+
+def codec_support(name: str) -> CodecSupport:
+    """Return what a codec declares; one without a support object declares nothing."""
+    return _support_of(CODECS, name, CodecSupport(arguments=None))
+
+
+def strategies_with_support() -> Iterator[tuple[str, StrategySupport]]:
+    """Yield the strategies of the registry and what they declare."""
+    for name in STRATEGIES.rows:
+        yield name, strategy_support(name)
+
+
+def _support_of(table: Registry, name: str, default: Support_) -> Support_:
+    """Return the support object of a row.
+
+    A row that cannot be imported has that of ``default``: ``rules.names_are_known`` reports it.
+    """
+    try:
+        found: Support_ | None = table.support(name)
+    except HorovodTrainError:
+        return default
+    return default if found is None else found
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from horovod_train.config.load import changed, read_tree
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of, batch_size_of_lr
+from horovod_train.config.support import strategy_support
 from horovod_train.errors import ConfigError, UserError
 from horovod_train.horovod.fingerprint import code_digest, task_files
 from horovod_train.lr.optimizer_arguments import ArgumentScaling
@@ -212,7 +213,7 @@ def _real_ranks(job: Job, num_ranks: int, num_cores: int) -> int:
 
     Strategies whose ranks differ in their samples or weights are not replaced by accumulation.
     """
-    is_replaceable = job.strategy.name in {"allreduce", "zero", "ddp", "fsdp"}
+    is_replaceable = strategy_support(job.strategy.name).is_equal_to_accumulation
     is_local = job.launch.launcher in {"auto", "local", "horovodrun", "mpirun"}
     if not (is_replaceable and is_local):
         return num_ranks

@@ -67,13 +67,13 @@ def nothing(*_: Any) -> Iterator[None]:
 MECHANISMS = {
     "ranks agree on the path": Mechanism("TwoExperts", "fsdp", f"{TORCH}.comm.paths:PathAgreement.event"),
     "hooks of parameters: they stay whole": Mechanism(
-        "Hooks", "fsdp", f"{TORCH}.strategies.fsdp:unsharded_parameters", scalars_only
+        "Hooks", "fsdp", f"{TORCH}.strategies.fsdp.strategy:unsharded_parameters", scalars_only
     ),
     "memory that two parameters share: they stay whole": Mechanism(
-        "ViewShare", "fsdp", f"{TORCH}.strategies.fsdp:unsharded_parameters", scalars_only
+        "ViewShare", "fsdp", f"{TORCH}.strategies.fsdp.strategy:unsharded_parameters", scalars_only
     ),
     "gathered weights that change in forward": Mechanism(
-        "MaxNorm", "fsdp", f"{TORCH}.strategies.fsdp:_unchanged", lambda method, *_: method, HARD
+        "MaxNorm", "fsdp", f"{TORCH}.strategies.fsdp.strategy:_unchanged", lambda method, *_: method, HARD
     ),
     "rates of groups": Mechanism(
         "GroupRates",
@@ -83,10 +83,10 @@ MECHANISMS = {
         is_found=False,
     ),
     "optimizers that look at whole tensors": Mechanism(
-        "StableAdamW", "zero", f"{TORCH}.strategies.zero:check_elementwise", settings=HARD
+        "StableAdamW", "zero", f"{TORCH}.strategies.zero.strategy:check_elementwise", settings=HARD
     ),
     "memory that the task has replaced": Mechanism(
-        "DataSwap", "zero", f"{TORCH}.strategies.zero:Zero._restore_replaced_memory"
+        "DataSwap", "zero", f"{TORCH}.strategies.zero.strategy:Zero._restore_replaced_memory"
     ),
     "statistics of the joint batch": Mechanism(
         "ConvBn", "allreduce", f"{TORCH}.framework:synchronize_batch_norm", lambda *_, **__: 0, is_found=False

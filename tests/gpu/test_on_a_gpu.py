@@ -25,7 +25,7 @@ from horovod_train.frameworks.torch.framework import optimizer_of
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder
 from horovod_train.frameworks.torch.step.replica import TorchReplica
-from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import SingleRankStrategy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 GPU = torch.device("cuda")

@@ -32,7 +32,7 @@ from horovod_train.frameworks.torch.step.deferred import DeferredOutcome, Sent
 from horovod_train.frameworks.torch.step.device_clock import HostTimer
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.step.update import UpdateOnDevice
-from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, SingleRankStrategy
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, SingleRankStrategy
 
 GPU = torch.device("cuda", 0)
 

@@ -34,7 +34,7 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "HOROVOD_DYNAMIC_PROCESS_SET
 def sizes():
     fields = {"name": "j", "task": "gpt", "task_args": TASK, "train": TRAIN, "optimizer": {"name": "adamw"}}
     job = Job.model_validate(fields)
-    return job, sizes_of(job, RANKS)
+    return sizes_of(job, RANKS)
 
 
 def trained(folder, strategy, limit_kib):
@@ -82,8 +82,7 @@ def test_a_model_that_does_not_fit_says_what_would(tmp_path):
 @CAMPAIGN
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_ranks_take_what_was_said_before(tmp_path, sizes, name):
-    job, (whole, shared) = sizes
-    need = needs(whole, shared, job, RANKS)[name]
+    need = needs(sizes)[name]
     arguments = [json.dumps(each) for each in (STRATEGIES[name], TASK, TRAIN)]
     on_horovod(RANKS, "gloo", "memory_of.py", str(tmp_path), *arguments, env=GIVES_BACK)
 
@@ -94,6 +93,6 @@ def test_ranks_take_what_was_said_before(tmp_path, sizes, name):
     assert largest["peak"] == pytest.approx(need.peak, rel=0.1)
     assert largest["process"] == pytest.approx(need.process, rel=0.2)
     if name not in {"allreduce", "zero", "tensor_parallel"}:
-        assert largest["weights"] <= 1.1 * whole.weights / RANKS
+        assert largest["weights"] <= 1.1 * sizes.whole.weights / RANKS
     if name not in {"allreduce", "tensor_parallel"}:
-        assert largest["optimizer"] <= 1.1 * whole.optimizer / RANKS
+        assert largest["optimizer"] <= 1.1 * sizes.whole.optimizer / RANKS

@@ -121,7 +121,7 @@ def test_a_gradient_goes_through_nine_files(steps):
         "frameworks/torch/step/replica.py",
         "frameworks/torch/step/loss.py",
         "frameworks/torch/step/update.py",
-        "frameworks/torch/strategies/allreduce.py",
+        "frameworks/torch/strategies/allreduce/strategy.py",
         "frameworks/torch/strategies/base.py",
         "frameworks/torch/codecs/dense.py",
         "frameworks/torch/comm/gradient_pipeline.py",

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from horovod_train.config.strategies import STRATEGY_SUPPORT
-from horovod_train.config.support import SUPPORT, Refused
+from horovod_train.config.support import SUPPORT, Refused, strategy_support
 from horovod_train.frameworks.refused_callbacks import REFUSED
+from horovod_train.registry import STRATEGIES as STRATEGY_ROWS
 
 COLUMNS = {
     "torch": "PyTorch",
@@ -196,7 +196,7 @@ def refused_fields() -> tuple[str, str]:
     """Return the parts of the page that need no tests: fields that frameworks and that strategies refuse."""
     return (
         _refused_fields("framework", {name: support.refused for name, support in SUPPORT.items()}),
-        _refused_fields("strategy", {name: support.refused for name, support in STRATEGY_SUPPORT.items()}),
+        _refused_fields("strategy", {name: strategy_support(name).refused for name in STRATEGY_ROWS.builtin}),
     )
 
 

@@ -21,7 +21,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import NumericError, UserError
-from horovod_train.frameworks.torch.strategies.adasum import Adasum
+from horovod_train.frameworks.torch.strategies.adasum.strategy import Adasum
 from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.checkpoints import SaveCheckpoints
 from horovod_train.training.hooks.replicas import CheckReplicasIdentical

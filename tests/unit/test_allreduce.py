@@ -14,7 +14,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.dense import Dense
 from horovod_train.frameworks.torch.comm.buckets import make_buckets
 from horovod_train.frameworks.torch.state.trained import OptimizedParameters, check_same_trained
-from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, SingleRankStrategy
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, SingleRankStrategy
 
 
 class Given:

@@ -21,9 +21,9 @@ from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
 from horovod_train.frameworks.torch.codecs.dense import Dense
-from horovod_train.frameworks.torch.codecs.top_k import TopK
+from horovod_train.frameworks.torch.codecs.top_k.codec import TopK
 from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
-from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, allreduce
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, allreduce
 from horovod_train.health.desync import fingerprints
 from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.checkpoints import SaveCheckpoints

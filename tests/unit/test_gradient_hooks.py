@@ -16,7 +16,7 @@ from horovod_train.data.shard import share_of_step
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
 from horovod_train.frameworks.torch.step.replica import TorchReplica
-from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
 
 LIMIT, LR, NUM_SAMPLES = 0.01, 0.5, 12
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

@@ -18,8 +18,8 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError
-from horovod_train.frameworks.torch.strategies.local_sgd import LocalSgd
-from horovod_train.frameworks.torch.strategies.outer import Outer
+from horovod_train.frameworks.torch.strategies.local_sgd.outer import Outer
+from horovod_train.frameworks.torch.strategies.local_sgd.strategy import LocalSgd
 from horovod_train.health.desync import fingerprints
 from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.checkpoints import SaveCheckpoints

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from horovod_train.cli import cmd_plan
-from horovod_train.config.memory import Sizes, fastest_that_fits, needs
+from horovod_train.config.memory import JobSizes, Sizes, fastest_that_fits, needs
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.sizes.memory import sizes_of
@@ -73,24 +73,21 @@ class TestSizes:
     @pytest.mark.parametrize("accumulation", [1, 3])
     def test_are_those_of_a_real_step(self, accumulation):
         weights, state, peak = measured(accumulation)
-        sizes, _ = sizes_of(job(accumulation_steps=accumulation), 1)
+        found = sizes_of(job(accumulation_steps=accumulation), 1)
+        sizes = found.whole
 
         assert (sizes.weights, sizes.trained, sizes.optimizer) == (weights, weights, state)
-        assert needs(sizes, None, job(accumulation_steps=accumulation), 1)["allreduce"].peak == pytest.approx(
-            peak, rel=0.02
-        )
+        assert needs(found)["allreduce"].peak == pytest.approx(peak, rel=0.02)
 
     def test_of_a_large_model_take_no_memory(self):
         large = {"layers": 12, "width": 4096, "head_width": 128, "num_samples": 8}
-        sizes, _ = sizes_of(job(task_args=large), 1)
-
-        assert sizes.weights > 9e9
+        assert sizes_of(job(task_args=large), 1).whole.weights > 9e9
 
     def test_on_ranks_that_share_layers_are_those_of_their_parts(self):
-        whole, shared = sizes_of(job(), 4)
-        _, alone = sizes_of(job(), 1)
+        found = sizes_of(job(), 4)
+        whole, shared = found.whole, found.of_tensor_rank
 
-        assert alone is None
+        assert sizes_of(job(), 1).of_tensor_rank is None
         blocks = sum(
             p.nbytes for name, p in Gpt(**SMALL).model().blocks.named_parameters() if "norm" not in name
         )
@@ -103,15 +100,15 @@ class TestSizes:
         assert shared.activations < whole.activations
 
     def test_know_models_that_nobody_can_share(self):
-        _, uneven = sizes_of(job(), 5)
-        _, too_few_heads = sizes_of(job(task_args={**SMALL, "head_width": 64}), 4)
+        uneven = sizes_of(job(), 5)
+        too_few_heads = sizes_of(job(task_args={**SMALL, "head_width": 64}), 4)
 
-        assert uneven is None
-        assert too_few_heads is None
+        assert uneven.of_tensor_rank is None
+        assert too_few_heads.of_tensor_rank is None
 
     def test_are_smaller_where_activations_are_computed_anew(self):
-        again, _ = sizes_of(job(activation_checkpointing=["blocks.*"]), 1)
-        kept, _ = sizes_of(job(), 1)
+        again = sizes_of(job(activation_checkpointing=["blocks.*"]), 1).whole
+        kept = sizes_of(job(), 1).whole
 
         assert again.activations < 0.7 * kept.activations
 
@@ -134,7 +131,7 @@ class Reads:
 
 class TestNeeds:
     def test_are_what_each_strategy_divides(self):
-        found = needs(SIZES, None, job(accumulation_steps=4), 4)
+        found = needs(JobSizes(job(accumulation_steps=4), 4, SIZES))
 
         def of(name):
             need = found[name]
@@ -151,10 +148,10 @@ class TestNeeds:
     def test_count_the_optimizers_step_where_that_is_more(self):
         sizes = dataclasses.replace(SIZES, update=150 * MIB)
 
-        assert needs(sizes, None, job(), 1)["allreduce"].peak == (100 + 200 + 80 + 150) * MIB
+        assert needs(JobSizes(job(), 1, sizes))["allreduce"].peak == (100 + 200 + 80 + 150) * MIB
 
     def test_name_the_fastest_that_fits(self):
-        found = needs(SIZES, SIZES, job(accumulation_steps=4), 4)
+        found = needs(JobSizes(job(accumulation_steps=4), 4, SIZES, SIZES))
 
         assert fastest_that_fits(found, 800 * MIB) == "allreduce"
         assert fastest_that_fits(found, 600 * MIB) == "zero 1"
@@ -166,7 +163,7 @@ class TestNeeds:
 class TestTheCommand:
     @pytest.fixture(autouse=True)
     def sizes(self, monkeypatch):
-        monkeypatch.setattr(cmd_plan, "sizes_of", lambda job, num_ranks: (SIZES, None))
+        monkeypatch.setattr(cmd_plan, "sizes_of", lambda job, num_ranks: JobSizes(job, num_ranks, SIZES))
 
     def output(self, *options):
         done = CliRunner().invoke(cmd_plan.command, ["gpt", "-n", "4", *options], catch_exceptions=False)
@@ -195,10 +192,11 @@ class TestTheCommand:
 
 
 def test_a_process_of_its_own_counts():
-    whole, shared = cmd_plan.sizes_of(job(), 2)
+    found = cmd_plan.sizes_of(job(), 2)
+    whole = found.whole
 
-    assert whole == dataclasses.replace(sizes_of(job(), 2)[0], process=whole.process)
-    assert shared.weights < whole.weights
+    assert whole == dataclasses.replace(sizes_of(job(), 2).whole, process=whole.process)
+    assert found.of_tensor_rank.weights < whole.weights
     with pytest.raises(UserError, match="cannot run with fake tensors"):
         cmd_plan.sizes_of(job(task=f"{__file__}:Reads", task_args={}), 1)
 

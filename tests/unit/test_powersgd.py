@@ -8,12 +8,12 @@ import torch
 from support.worlds import on_ranks
 from torch import nn
 
-from horovod_train.config.memory import Sizes, needs
+from horovod_train.config.memory import JobSizes, Sizes, needs
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import BucketLayout
-from horovod_train.frameworks.torch.codecs.powersgd import PowerSgd, seeded
-from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy
+from horovod_train.frameworks.torch.codecs.powersgd.codec import PowerSgd, seeded
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = {"linear": (12, 8), "convolution": (6, 4, 3, 3), "bias": (7,), "scale": (), "small": (2, 2)}
@@ -212,8 +212,8 @@ def test_a_job_states_the_ratio_of_compression():
 
 def test_residuals_are_in_the_memory_plan():
     sizes = Sizes(*[1000] * 8, units=[100], process=10)
-    with_codec = needs(sizes, None, Job.model_validate(job({"rank": 1})), 2)["allreduce"]
-    without = needs(sizes, None, Job.model_validate({"name": "j", "task": "digits"}), 2)["allreduce"]
+    with_codec = needs(JobSizes(Job.model_validate(job({"rank": 1})), 2, sizes))["allreduce"]
+    without = needs(JobSizes(Job.model_validate({"name": "j", "task": "digits"}), 2, sizes))["allreduce"]
 
     assert with_codec.peak - without.peak == 2 * sizes.trained
 

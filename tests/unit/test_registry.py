@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
 from copy import deepcopy
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,7 +14,7 @@ from horovod_train import registry
 from horovod_train.config.load import job_from
 from horovod_train.errors import ConfigError, UnknownNameError, UserError
 from horovod_train.launch.base import Launcher
-from horovod_train.registry import CODECS, HOOKS, LAUNCHERS, STRATEGIES, TRACKERS, Registry, optimizers_of
+from horovod_train.registry import CODECS, HOOKS, LAUNCHERS, STRATEGIES, Registry, optimizers_of
 
 PACKAGE = Path(registry.__file__).parent
 
@@ -125,29 +125,36 @@ def test_a_launcher_is_made_without_arguments_and_has_what_is_called(name):
     assert isinstance(launcher.has_local_files, bool)
 
 
-@pytest.mark.parametrize(
-    "location",
-    [
-        STRATEGIES.location("local_sgd"),
-        CODECS.location("top-k"),
-        LAUNCHERS.location("slurm-allocation"),
-        TRACKERS.location("csv"),
-        next(hook for hook in HOOKS if ".track:" in hook),
-    ],
-)
-def test_what_is_added_is_one_file_and_one_row(location):
-    """No other file of the package knows the module; so the next one takes as much."""
-    module = location.partition(":")[0]
-    own = PACKAGE.parent / Path(*module.split(".")).with_suffix(".py")
-    pattern = re.compile(rf"\b{re.escape(module.rpartition('.')[2])}\b")
+ROWS = [
+    *((name, STRATEGIES.location(name)) for name in ("local_sgd", "adasum", "parameter_server", "deepspeed")),
+    *((name, CODECS.location(name)) for name in ("top-k", "powersgd")),
+    ("slurm-allocation", LAUNCHERS.location("slurm-allocation")),
+    *((hook, hook) for hook in HOOKS if ".track:" in hook),
+]
 
-    knowing = {
-        file for file in PACKAGE.rglob("*.py") if any(map(pattern.search, imports_and_rows(file.read_text())))
+
+@pytest.mark.parametrize(("name", "location"), ROWS, ids=[name for name, _ in ROWS])
+def test_what_is_added_is_one_file_or_folder_and_one_row(name, location):
+    """No other file of the package names it or imports it; so the next one takes as much."""
+    module = location.partition(":")[0]
+    own = PACKAGE.parent / Path(*module.split("."))
+    others = [file for file in PACKAGE.rglob("*.py") if own not in file.parents]
+
+    knowing = {file for file in others if names_in(file) & {name, location} or module in imported_by(file)}
+
+    assert knowing - {own.with_suffix(".py")} == {PACKAGE / "registry.py"}
+
+
+def names_in(file):
+    """The strings in a file."""
+    tree = ast.parse(file.read_text())
+    return {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str
     }
 
-    assert own.is_file()
-    assert knowing - {own} == {PACKAGE / "registry.py"}
 
-
-def imports_and_rows(text):
-    return [line for line in text.splitlines() if "import" in line or '"horovod_train.' in line]
+def imported_by(file):
+    """The modules of this package that a file imports, and the packages in which they are."""
+    tree = ast.parse(file.read_text())
+    names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    return {name.rsplit(".", depth)[0] for name in names for depth in range(name.count("."))}

@@ -32,7 +32,7 @@ from horovod_train.frameworks.torch.step import weight_watch
 from horovod_train.frameworks.torch.step.averaged_weights import Averaging
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.step.weight_watch import Turns, WeightWatch
-from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, SingleRankStrategy
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, SingleRankStrategy
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 BATCH = torch.randn(6, 3)

@@ -45,7 +45,7 @@ from horovod_train.frameworks.torch.framework import (
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.state import blobs
 from horovod_train.frameworks.torch.state.saved_state import _scaler_state
-from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy, summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import SingleRankStrategy, summed_gradients
 
 
 def job(**sections):

@@ -30,7 +30,7 @@ from horovod_train.frameworks.torch.comm.exchange import Exchange
 from horovod_train.frameworks.torch.framework import TorchFramework, optimizer_of
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.step.replica import TorchReplica
-from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, summed_gradients
 from horovod_train.health.desync import fingerprints
 from horovod_train.tasks.digits import Digits
 from horovod_train.training.loop import evaluate, train

@@ -26,8 +26,8 @@ from horovod_train.data.shard import share_of_step
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm import gradient_pipeline
 from horovod_train.frameworks.torch.state.elementwise import check_elementwise, check_separable
-from horovod_train.frameworks.torch.strategies import zero as zero_module
-from horovod_train.frameworks.torch.strategies.zero import Zero
+from horovod_train.frameworks.torch.strategies.zero import strategy as zero_module
+from horovod_train.frameworks.torch.strategies.zero.strategy import Zero
 from horovod_train.health.desync import check_replicas_identical
 from horovod_train.registry import OPTIMIZERS
 from horovod_train.training.loop import evaluate, train

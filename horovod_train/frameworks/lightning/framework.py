@@ -50,7 +50,7 @@ from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.state.generators import seed_generators
 from horovod_train.frameworks.torch.state.optimizer import GroupRates, optimizer_over
 from horovod_train.frameworks.torch.step.norm import total_norm
-from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import SingleRankStrategy
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 from horovod_train.frameworks.trainer_replica import TrainerReplica
 

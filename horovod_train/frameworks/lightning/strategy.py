@@ -40,7 +40,7 @@ from horovod_train.frameworks.torch.step.gradient_hooks import (
     GradientHooks,
     defer_hooks_after_accumulation,
 )
-from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
 OPERATIONS = {"mean": "Average", "avg": "Average", "sum": "Sum", "min": "Min", "max": "Max"}

@@ -19,7 +19,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Allreduce, Compile, Job, Train
-from horovod_train.config.strategies import strategy_requires_mpi
+from horovod_train.config.support import strategy_support
 from horovod_train.errors import HorovodTrainError, UnknownNameError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.python_state import state_of_task
@@ -59,7 +59,7 @@ from horovod_train.frameworks.torch.step.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.step.noise import NoiseMeter
 from horovod_train.frameworks.torch.step.random_functions import install
 from horovod_train.frameworks.torch.step.replica import TorchReplica
-from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, make_strategy
 from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, TorchTask
 from horovod_train.frameworks.torch.verify.model_check import check_model, refuse_repeated_parameters
@@ -69,10 +69,6 @@ from horovod_train.frameworks.torch.verify.task_copy import copy_of_task, copy_o
 from horovod_train.frameworks.torch.verify.verification import StrategyVerifier, refused
 
 log = logging.getLogger(__name__)
-
-VERIFIED = frozenset(
-    {"zero", "ddp", "fsdp", "deepspeed", "pipeline", "tensor_parallel", "mesh", "data_parallel"}
-)
 
 
 class TorchFramework(TorchBased):
@@ -84,7 +80,7 @@ class TorchFramework(TorchBased):
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.torch.reader")
-        if strategy_requires_mpi(job.strategy):
+        if strategy_support(job.strategy.name).requires_mpi:
             mpi()  # mpi4py must initialize MPI: Horovod would finalize it while it is in use
         return connect(TorchCommunicator, job)
 
@@ -182,7 +178,7 @@ class TorchFramework(TorchBased):
 
 def is_verified(job: Job) -> bool:
     """Return whether the first steps under the job's strategy are compared with those of the plain model."""
-    return job.health.verify_strategy and job.strategy.name in VERIFIED
+    return job.health.verify_strategy and strategy_support(job.strategy.name).is_verified
 
 
 def noise_meter_of(

@@ -52,7 +52,7 @@ from horovod_train.frameworks.torch.state.generators import seed_generators
 from horovod_train.frameworks.torch.state.optimizer import GroupRates, optimizer_over
 from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
 from horovod_train.frameworks.torch.step.norm import total_norm
-from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy
 from horovod_train.frameworks.trainer_replica import TrainerReplica
 from horovod_train.frameworks.transformers.batches import lengths_of

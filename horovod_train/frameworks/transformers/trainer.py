@@ -47,7 +47,7 @@ from horovod_train.frameworks.torch.step.gradient_hooks import (
     GradientHooks,
     defer_hooks_after_accumulation,
 )
-from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.transformers.batches import ShardedBatches
 from horovod_train.frameworks.transformers.items import divides_by_items

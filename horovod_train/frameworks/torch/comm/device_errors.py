@@ -9,6 +9,7 @@ import torch
 
 from horovod_train.collectives.gpu_errors import explain_cuda
 from horovod_train.config.schema import Job
+from horovod_train.config.support import strategy_support
 from horovod_train.errors import DeviceMemoryError, HorovodTrainError
 
 HOST_OUT_OF_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
@@ -68,7 +69,7 @@ def what_to_change(job: Job, *, is_gpu: bool = True) -> list[str]:
         changes.append("train.cuda_graph: false: graphs keep additional memory")
     if job.allreduce.wire_dtype != "fp32":
         changes.append("allreduce.wire_dtype: fp32: without a second copy of the gradients")
-    if job.framework == "torch" and job.strategy.name in {"allreduce", "ddp"}:
+    if job.framework == "torch" and not strategy_support(job.strategy.name).is_sharded:
         changes.append(
             "strategy: zero shares the optimizer's state among ranks, fsdp the weights as well: "
             "`horovod-train plan JOB --memory` says what a rank needs under each"

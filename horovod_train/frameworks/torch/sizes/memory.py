@@ -18,8 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from horovod_train.config.memory import Sizes
+from horovod_train.config.memory import JobSizes, Sizes
 from horovod_train.config.schema import Job
+from horovod_train.config.support import strategy_support
 from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch.framework import optimizer_of
@@ -38,7 +39,9 @@ from horovod_train.frameworks.torch.sizes.meta_model import (
 )
 from horovod_train.frameworks.torch.sizes.units import modules_matching, units_to_shard
 from horovod_train.frameworks.torch.state.generators import seed_generators
-from horovod_train.frameworks.torch.strategies.tensor_parallel import (
+from horovod_train.frameworks.torch.strategies.fsdp import Arguments as FsdpArguments
+from horovod_train.frameworks.torch.strategies.support import TensorPlan
+from horovod_train.frameworks.torch.strategies.tensor_parallel.strategy import (
     SHARD_DIMENSION,
     check_can_be_cut,
     modules_of_plan,
@@ -50,10 +53,8 @@ PROCESS_BYTES = psutil.Process().memory_info().rss
 """Resident memory of a process with the imports of a rank."""
 
 
-def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
+def sizes_of(job: Job, num_ranks: int) -> JobSizes:
     """Return the sizes of a job in one process, and in a rank of a tensor-parallel group.
-
-    The second result is None if there is one rank, or if layers cannot be cut into ``num_ranks`` shards.
 
     Raises:
         UserError: The step cannot run with fake tensors.
@@ -63,12 +64,12 @@ def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
     batch = batch_of(job, task)
     with FakeTensorMode(allow_non_fake_inputs=True), explained(job):
         whole = _sizes(job, task, meta_model(task), batch)
-    shared = None
+    of_tensor_rank = None
     with FakeTensorMode(allow_non_fake_inputs=True), suppress(UserError), explained(job):
         part = meta_model(task)
         if num_ranks > 1 and _cut(job, part, num_ranks):
-            shared = _sizes(job, task, part, batch)
-    return whole, shared
+            of_tensor_rank = _sizes(job, task, part, batch)
+    return JobSizes(job, num_ranks, whole, of_tensor_rank)
 
 
 def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Sizes:
@@ -129,7 +130,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _units(job: Job, model: torch.nn.Module) -> list[torch.nn.Module]:
-    patterns = job.strategy.args.get("units") if job.strategy.name in {"fsdp", "mesh"} else None
+    arguments = strategy_support(job.strategy.name).arguments_of(job.strategy.args)
+    patterns = arguments.units if isinstance(arguments, FsdpArguments) else None
     found = (
         units_to_shard(model) if not patterns else modules_matching(model, patterns, "strategy.args.units")
     )
@@ -138,9 +140,9 @@ def _units(job: Job, model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _cut(job: Job, model: torch.nn.Module, num_ranks: int) -> bool:
     """Replace the parameters of tensor-parallel layers by one rank's shards; return whether this succeeds."""
-    is_given = job.strategy.name in {"tensor_parallel", "mesh"}
+    arguments = strategy_support(job.strategy.name).arguments_of(job.strategy.args)
     try:
-        plan = (job.strategy.args.get("plan") if is_given else None) or plan_of(model)
+        plan = (arguments.plan if isinstance(arguments, TensorPlan) else None) or plan_of(model)
         for name, style in modules_of_plan(model, plan).items():
             if style in SHARD_DIMENSION:
                 check_can_be_cut(name, model.get_submodule(name), style, num_ranks)
@@ -162,8 +164,9 @@ def main() -> None:
     """Read a job and its number of ranks as JSON from standard input, and print sizes as JSON."""
     document = json.loads(sys.stdin.read())
     try:
-        whole, shared = sizes_of(Job.model_validate(document["job"]), document["num_ranks"])
-        found: dict[str, Any] = {"whole": asdict(whole), "shared": shared and asdict(shared)}
+        sizes = sizes_of(Job.model_validate(document["job"]), document["num_ranks"])
+        found: dict[str, Any] = {"whole": asdict(sizes.whole)}
+        found["of_tensor_rank"] = sizes.of_tensor_rank and asdict(sizes.of_tensor_rank)
     except HorovodTrainError as error:
         found = {"problem": error.message, "hint": error.hint}
     sys.stdout.write(f"\n{json.dumps(found)}\n")

@@ -1,7 +1,8 @@
 """Interfaces of parallelism strategies, which define how ranks compute one training step together.
 
-A strategy is a class in a module of this folder or of another package, with an entry in
-``registry.STRATEGIES``. It implements these interfaces:
+A strategy is a class in a package of this folder or of another package, with a row in
+``registry.STRATEGIES`` that leads to what it declares (``config.support.StrategySupport``). It implements
+these interfaces:
 
     GradientSync   gradients and loss of a step, over all ranks
     Updater        update of the weights, and what ranks exchange after it
@@ -42,7 +43,7 @@ import torch
 from horovod_train.checkpoint.arrays import ArrayBlob, Part
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job, Train
-from horovod_train.config.strategies import STRATEGY_SUPPORT
+from horovod_train.config.support import strategy_support
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm.buckets import to_local
@@ -389,8 +390,9 @@ def make_strategy(job: Job, mesh: Mesh) -> Strategy:
     Raises:
         UserError: The strategy is unknown, or does not support its arguments or the job.
     """
+    support = strategy_support(job.strategy.name)
     args = job.strategy.args
-    if support := STRATEGY_SUPPORT.get(job.strategy.name):
+    if support.arguments is not None:
         args = support.arguments.model_validate(args).model_dump()  # already validated with the job
     strategy: Strategy = STRATEGIES.make(
         job.strategy.name,

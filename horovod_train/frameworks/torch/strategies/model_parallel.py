@@ -17,7 +17,7 @@ from horovod_train.frameworks.torch.state.shards import (
     optimized_parameters,
     squares_of,
 )
-from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
 
 

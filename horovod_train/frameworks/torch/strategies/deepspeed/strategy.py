@@ -52,7 +52,7 @@ class DeepSpeed(TorchDistributed):
     """Strategy in which DeepSpeed shards optimizer state, gradients and weights over ranks.
 
     The job defines the bucket size (section ``allreduce``) and the largest norm of the gradient. The
-    arguments are described in ``config.strategies.DeepSpeedArguments``.
+    arguments are described in ``Arguments`` of this package.
     """
 
     capabilities = Capabilities(

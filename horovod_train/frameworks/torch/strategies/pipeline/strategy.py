@@ -44,7 +44,7 @@ from horovod_train.frameworks.torch.strategies.pipeline.stand_ins import (
     drawing_by_stage,
     inputs_of_call,
 )
-from horovod_train.frameworks.torch.strategies.tensor_parallel import (
+from horovod_train.frameworks.torch.strategies.tensor_parallel.strategy import (
     modules_of_plan,
     plan_of,
     shard_layers,
@@ -66,7 +66,7 @@ class Tied:
 class Pipeline(ModelParallel):
     """Strategy that splits a model into stages, which run on different ranks.
 
-    The arguments are described in ``config.strategies.PipelineArguments``, and ``plan`` in ``MeshArguments``.
+    The arguments are described in ``Arguments`` of this package, and ``plan`` in that of ``mesh``.
     ``stages`` is not used, because it is the length of the mesh's pipeline axis.
     """
 

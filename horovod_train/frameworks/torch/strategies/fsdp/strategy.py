@@ -58,7 +58,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Fsdp(TorchDistributed):
     """Strategy that shards a model unit by unit with ``fully_shard``.
 
-    The arguments are described in ``config.strategies.FsdpArguments``. With ``shard_ranks``, groups of
+    The arguments are described in ``Arguments`` of this package. With ``shard_ranks``, groups of
     consecutive ranks shard the model, and the groups are replicas (HSDP).
     """
 

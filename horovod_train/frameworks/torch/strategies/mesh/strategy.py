@@ -17,9 +17,9 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.comm.process_group import set_timeout
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy
-from horovod_train.frameworks.torch.strategies.fsdp import Fsdp
+from horovod_train.frameworks.torch.strategies.fsdp.strategy import Fsdp
 from horovod_train.frameworks.torch.strategies.pipeline.strategy import Pipeline
-from horovod_train.frameworks.torch.strategies.tensor_parallel import (
+from horovod_train.frameworks.torch.strategies.tensor_parallel.strategy import (
     TensorParallel,
     modules_of_plan,
     plan_of,
@@ -33,7 +33,7 @@ LENGTHS = ("pipeline", "tensor", "shard")
 def mesh(ranks: Mesh, job: Job, *, plan: Mapping[str, str] | None = None, **args: Any) -> Strategy:
     """Return the strategy for a model that is split along several axes.
 
-    ``plan`` and ``args`` are described in ``config.strategies.MeshArguments``.
+    ``plan`` and ``args`` are described in ``Arguments`` of this package.
     """
     of_pipeline = {name: args.pop(name) for name in ("schedule", "chunks_per_rank", "balance")}
     is_sharded = args.pop("shard")

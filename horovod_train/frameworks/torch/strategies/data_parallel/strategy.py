@@ -11,7 +11,7 @@ import torch
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import SingleRankStrategy
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 
 

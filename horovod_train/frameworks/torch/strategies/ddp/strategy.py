@@ -22,7 +22,7 @@ from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDis
 class Ddp(TorchDistributed):
     """Strategy that sums gradients with PyTorch's reducer, in buckets of the job's ``allreduce`` section.
 
-    The arguments are described in ``config.strategies.DdpArguments``.
+    The arguments are described in ``Arguments`` of this package.
     """
 
     measures_parts = True

@@ -27,7 +27,7 @@ from horovod_train.frameworks.torch.codecs.base import (
     Rounds,
     replace_if_used,
 )
-from horovod_train.frameworks.torch.codecs.top_k_args import Arguments
+from horovod_train.frameworks.torch.codecs.top_k import Arguments
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
 

@@ -72,7 +72,7 @@ SHARD_DIMENSION = {
 class TensorParallel(ModelParallel):
     """Strategy that shards layers along the mesh's tensor axis.
 
-    ``plan`` is described in ``config.strategies.TensorParallelArguments``. ``degree`` is not used, because it
+    ``plan`` is described in ``Arguments`` of this package. ``degree`` is not used, because it
     is the length of the mesh's tensor axis.
     """
 

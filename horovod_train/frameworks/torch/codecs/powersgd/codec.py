@@ -33,7 +33,7 @@ from horovod_train.frameworks.torch.codecs.base import (
     Rounds,
     replace_if_used,
 )
-from horovod_train.frameworks.torch.codecs.powersgd_args import Arguments
+from horovod_train.frameworks.torch.codecs.powersgd import Arguments
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
 

@@ -43,7 +43,7 @@ from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.comm.exchange import Exchange, wide_type
 from horovod_train.frameworks.torch.state.trained import Named, OptimizedParameters, check_same_trained
 from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
-from horovod_train.frameworks.torch.strategies.outer import Outer
+from horovod_train.frameworks.torch.strategies.local_sgd.outer import Outer
 
 
 class LocalSgd(Strategy):
@@ -51,7 +51,7 @@ class LocalSgd(Strategy):
 
     Clipping applies to each rank's own gradient. A parameter that a rank does not use in a step has a zero
     gradient on this rank, so that the optimizer states of all ranks have the same layout. The job's bucket
-    size limits the size of messages. Arguments are described in ``config.strategies.LocalSgdArguments``.
+    size limits the size of messages. Arguments are described in ``Arguments`` of this package.
     """
 
     capabilities = Capabilities(
