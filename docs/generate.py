@@ -1,6 +1,7 @@
 """Write the parts of the documentation that follow from the code.
 
     docs/job.md                      every field of a job description
+    docs/arguments.md                arguments of strategies, codecs and schedules
     docs/events.md                   every kind of event
     docs/images/learning-rate.svg    the schedule on 1, 4 and 16 ranks
     docs/monitoring.md               the tables of metrics
@@ -18,6 +19,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
+from horovod_train.config.arguments import ARGUMENT_FIELDS, arguments_schema
 from horovod_train.config.optimization import LearningRate
 from horovod_train.config.schema import Job
 from horovod_train.events.types import KINDS
@@ -87,6 +89,31 @@ def job_reference() -> str:
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
         lines += _rows(section, schema["$defs"])
     return "\n".join(lines) + "\n"
+
+
+ARGUMENTS = """# Arguments
+
+The arguments of what a job names, such as `strategy: {name: zero, args: {stage: 1}}`. `horovod-train config
+schema` contains them, also those of other packages that are installed.
+
+<!-- The rest is written by docs/generate.py from the models of the arguments. -->
+"""
+
+
+def arguments_reference() -> str:
+    """Return a table of arguments for each row of each registry that declares any."""
+    lines = [ARGUMENTS]
+    for field in ARGUMENT_FIELDS:
+        lines += [f"## {field.path}", ""]
+        for name, model in field.models():
+            if name not in field.table.builtin:  # of a package that happens to be installed here
+                continue
+            definitions: dict[str, Any] = {}
+            schema = arguments_schema(model, definitions)
+            lines += [f"### {field.section}.{field.name}: {name}", "", _first_line(schema), ""]
+            lines += ["| argument | type | default | meaning |", "|---|---|---|---|"]
+            lines += [*_rows(schema, definitions), ""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _rows(section: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> list[str]:
@@ -214,5 +241,6 @@ if __name__ == "__main__":
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "horovod_train"})
     learning_rate(DOCS / "images" / "learning-rate.svg")
     (DOCS / "job.md").write_text(job_reference())
+    (DOCS / "arguments.md").write_text(arguments_reference())
     (DOCS / "events.md").write_text(events_reference())
     MONITORING.write_text(monitoring_with_metrics())

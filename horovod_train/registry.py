@@ -36,12 +36,14 @@ class Registry:
         group: Entry-point group through which other packages add rows.
         builtin: Rows of this package.
         renamed: Members of the rows' classes that were renamed: former name to current name.
+        is_light: The modules of all rows import no framework: validation may import them.
     """
 
     kind: str
     group: str
     builtin: Mapping[str, str]
     renamed: Mapping[str, str] = field(default_factory=dict)
+    is_light: bool = False
 
     @cached_property
     def rows(self) -> dict[str, str]:
@@ -361,31 +363,32 @@ SCALINGS = Registry(
     kind="scaling rule",
     group="horovod_train.scalings",
     builtin={
-        "auto": "horovod_train.lr.scaling.linear:linear",  # of loops whose optimizer is not known
-        "linear": "horovod_train.lr.scaling.linear:linear",
-        "sqrt": "horovod_train.lr.scaling.sqrt:square_root",
-        "none": "horovod_train.lr.scaling.unscaled:unscaled",
-        "legw": "horovod_train.lr.scaling.legw:legw",
-        "adam_sqrt": "horovod_train.lr.scaling.adam_sqrt:adam_sqrt",
-        "adascale": "horovod_train.lr.scaling.adascale:adascale",
+        "linear": "horovod_train.lr.scaling:linear",
+        "sqrt": "horovod_train.lr.scaling:square_root",
+        "none": "horovod_train.lr.scaling:unscaled",
+        "legw": "horovod_train.lr.scaling:legw",
+        "adam_sqrt": "horovod_train.lr.scaling:adam_sqrt",
+        "adascale": "horovod_train.lr.scaling:adascale",
     },
+    is_light=True,
 )
 
 SCHEDULES = Registry(
     kind="schedule",
     group="horovod_train.schedules",
     builtin={
-        "constant": "horovod_train.lr.schedules.constant:factor",
-        "step": "horovod_train.lr.schedules.step:factor",
-        "points": "horovod_train.lr.schedules.points:factor",
-        "cosine": "horovod_train.lr.schedules.cosine:factor",
-        "cosine_restarts": "horovod_train.lr.schedules.cosine_restarts:factor",
-        "polynomial": "horovod_train.lr.schedules.polynomial:factor",
-        "inverse_sqrt": "horovod_train.lr.schedules.inverse_sqrt:factor",
-        "wsd": "horovod_train.lr.schedules.wsd:factor",
-        "one_cycle": "horovod_train.lr.schedules.one_cycle:factor",
-        "plateau": "horovod_train.lr.schedules.plateau:factor",
+        "constant": "horovod_train.lr.schedules:Constant",
+        "step": "horovod_train.lr.schedules:Step",
+        "points": "horovod_train.lr.schedules:PiecewiseLinear",
+        "cosine": "horovod_train.lr.schedules:Cosine",
+        "cosine_restarts": "horovod_train.lr.schedules:CosineRestarts",
+        "polynomial": "horovod_train.lr.schedules:Polynomial",
+        "inverse_sqrt": "horovod_train.lr.schedules:InverseSqrt",
+        "wsd": "horovod_train.lr.schedules:WarmupStableDecay",
+        "one_cycle": "horovod_train.lr.schedules:OneCycle",
+        "plateau": "horovod_train.lr.schedules:Plateau",
     },
+    is_light=True,
 )
 
 TRACKERS = Registry(

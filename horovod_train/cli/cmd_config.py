@@ -43,7 +43,7 @@ def validate(job: str, overrides: tuple[str, ...]) -> None:
 @command.command()
 def schema() -> None:
     """Print the JSON schema of job descriptions, for editors."""
-    from horovod_train.config.schema import Job
+    from horovod_train.config.arguments import job_schema
 
-    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Job.model_json_schema()}
+    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **job_schema()}
     click.echo(json.dumps(document, indent=2))

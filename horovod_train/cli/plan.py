@@ -60,7 +60,7 @@ def charts(job: Job, num_data_ranks: int) -> Iterator[str]:
     ends_by_limit = train.epochs is None and limit is not None
     # The number of samples is not known here, so that only durations in the unit of the job's length are.
     unit = limit.unit if limit is not None and ends_by_limit else "epochs"
-    durations = [*job.lr.durations, *([warmup.length] if warmup else [])]
+    durations = policy.durations
     for given in job.optimizer.schedules.values():
         durations += [] if isinstance(given, str) else [position for position, _ in given]
     others = [str(each) for each in durations if each.amount and each.unit != unit]
@@ -76,7 +76,7 @@ def charts(job: Job, num_data_ranks: int) -> Iterator[str]:
         "the largest possible rate: AdaScale multiplies the base rate by the measured gain"
         if policy.scaled.follows_gain
         else "",
-        "without reductions on a plateau" if job.lr.decay == "plateau" else "",
+        "without reductions on a plateau" if policy.schedule.metric_name is not None else "",
         f"the batch grows from {warmup.start} samples during {warmup.length}" if warmup else "",
         f"no chart: where {', '.join(dict.fromkeys(others))} ends depends on the data" if others else "",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Literal, get_args
@@ -120,6 +121,21 @@ def _more_than_none(duration: Duration) -> Duration:
     if duration.amount == 0:
         raise ValueError("must be greater than 0")
     return duration
+
+
+def increasing(positions: Sequence[Duration], *, strictly: bool = False) -> None:
+    """Check that positions increase and have one unit: units can be compared only when data are read.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if len({each.unit for each in positions if each.amount}) > 1:
+        raise ValueError("must have positions in one unit")
+    amounts = [each.amount for each in positions]
+    if strictly and len(set(amounts)) < len(amounts):
+        raise ValueError("must be strictly increasing")
+    if amounts != sorted(amounts):
+        raise ValueError("must have increasing positions")
 
 
 Interval = Annotated[Duration, AfterValidator(_more_than_none)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 RENAMED: Mapping[str, Mapping[str, str]] = {
-    "lr": {"warmup_epochs": "warmup", "milestones_epochs": "milestones", "restart_epochs": "first_cycle"},
+    "lr": {"warmup_epochs": "warmup"},
     "train": {"compile_backend": "compile"},
     "train.batch_warmup": {"epochs": "length"},
     "evaluation": {"every_epochs": "every"},
@@ -15,6 +15,26 @@ CONVERTED: Mapping[tuple[str, str], Callable[[object], object]] = {
     ("train", "compile_backend"): lambda backend: None if backend is None else {"backend": backend},
 }
 """Conversions of values whose form has changed."""
+DECAY_ARGS: Mapping[str, tuple[str, object]] = {
+    "milestones": ("milestones", []),
+    "milestones_epochs": ("milestones", []),
+    "gamma": ("gamma", 0.1),
+    "points": ("points", []),
+    "power": ("power", 1.0),
+    "end_factor": ("end_factor", 0.0),
+    "first_cycle": ("first_cycle", None),
+    "restart_epochs": ("first_cycle", None),
+    "restart_factor": ("restart_factor", 1.0),
+    "cooldown_fraction": ("cooldown_fraction", 0.2),
+    "cooldown_shape": ("cooldown_shape", "sqrt"),
+    "rise_fraction": ("rise_fraction", 0.3),
+    "start_factor": ("start_factor", 0.04),
+    "plateau": ("", None),
+}
+"""Former fields of ``lr``: their names in ``lr.decay_args`` now, and their defaults, which are left out.
+
+``lr.plateau`` was a section: its fields are arguments now.
+"""
 CHECKPOINTS = {"every_epochs": "epoch", "every_steps": "step"}
 """Former intervals of checkpoints, which are elements of ``checkpoint.every`` now, and their units."""
 
@@ -37,12 +57,44 @@ def with_present_names(section: str, values: object) -> object:
             if new in found:
                 raise ValueError(f"{old} is {new} now, and both are there: leave {old} out")
             found[new] = CONVERTED.get((section, old), _same)(value)
+    if section == "lr":
+        found = _with_decay_args(found)
     if section == "checkpoint" and (old_names := CHECKPOINTS.keys() & found.keys()):
         if "every" in found:
             raise ValueError(f"{min(old_names)} is every now, and both are there: leave {min(old_names)} out")
         epochs, steps = found.pop("every_epochs", 1), found.pop("every_steps", None)
         found["every"] = [*_interval(epochs, "epoch"), *_interval(steps, "step")]
     return found
+
+
+def _with_decay_args(values: dict[str, object]) -> dict[str, object]:
+    """Return the values of ``lr`` with arguments of the schedule in ``decay_args``."""
+    former = [name for name in values if name in DECAY_ARGS]
+    if not former or not isinstance(values.get("decay_args", {}), dict):
+        return values
+    args: dict[str, object] = dict(values.get("decay_args", {}))  # type: ignore[call-overload]
+    for old in former:
+        value, (new, default) = values[old], DECAY_ARGS[old]
+        moved = {new: value} if new else value
+        if value == default or not isinstance(moved, dict):
+            continue
+        if both := args.keys() & moved.keys():
+            raise ValueError(f"{old} is decay_args.{min(both)} now, and both are there: leave {old} out")
+        args.update(moved)
+    return {**{name: value for name, value in values.items() if name not in DECAY_ARGS}, "decay_args": args}
+
+
+def present_path(dotted: str) -> str:
+    """Return the present path of a former argument of a schedule.
+
+    >>> present_path("lr.end_factor"), present_path("lr.plateau.patience"), present_path("lr.plateau")
+    ('lr.decay_args.end_factor', 'lr.decay_args.patience', 'lr.decay_args')
+    """
+    section, _, field = dotted.partition(".")
+    old, _, rest = field.partition(".")
+    if section != "lr" or old not in DECAY_ARGS:
+        return dotted
+    return ".".join(part for part in ("lr", "decay_args", DECAY_ARGS[old][0], rest) if part)
 
 
 def set_field(values: dict[str, object], section: str, field: str, value: object) -> None:

@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from horovod_train.config.former import set_field
+from horovod_train.config.former import present_path, set_field, with_present_names
 from horovod_train.config.path_rules import no_such_file
 from horovod_train.config.problems import explain, field_path, shorten
 from horovod_train.config.rules import broken_rules
@@ -305,7 +306,10 @@ def _assign_text(tree: Tree, dotted: str, text: str, origin: str, problems: list
 
 def _assign(tree: Tree, dotted: str, value: object, origin: str, problems: list[Problem]) -> None:
     """Set the value at a dotted path."""
-    *parents, last = dotted.split(".")
+    *parents, last = present_path(dotted).split(".")
+    if isinstance(lr := tree.get("lr"), dict):
+        with suppress(ValueError):  # validation reports it
+            tree["lr"] = with_present_names("lr", lr)
     node = tree
     for parent in parents:
         child = node.get(parent)

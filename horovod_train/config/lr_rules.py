@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from horovod_train.config.duration import Duration
+from horovod_train.config.arguments import DECAY_ARGS
+from horovod_train.config.duration import Duration, increasing
 from horovod_train.config.optimization import AUTO
 from horovod_train.config.schema import Job
-from horovod_train.errors import Problem
+from horovod_train.config.support import follows_gain, scaled_at_twice_the_batch
+from horovod_train.errors import Problem, UserError
 from horovod_train.registry import SCALINGS, SCHEDULES
-
-DECAY_FIELDS = {
-    "constant": set[str](),
-    "step": {"milestones", "gamma"},
-    "points": {"points"},
-    "cosine": {"end_factor"},
-    "cosine_restarts": {"end_factor", "first_cycle", "restart_factor"},
-    "polynomial": {"end_factor", "power"},
-    "inverse_sqrt": set(),
-    "wsd": {"end_factor", "cooldown_fraction", "cooldown_shape"},
-    "one_cycle": {"end_factor", "rise_fraction", "start_factor"},
-    "plateau": {"plateau"},
-}
-REQUIRED_FIELDS = {
-    "step": ("milestones", "needs at least one milestone", "such as [30, 60]"),
-    "points": ("points", "needs at least one point", "such as [[0, 1.0], [30, 0.1]]"),
-    "cosine_restarts": ("first_cycle", "needs a length", "such as 10 epochs"),
-    "plateau": ("plateau", "needs the metric", "such as {metric: loss, mode: min}"),
-    "inverse_sqrt": ("warmup", "needs a warm-up, whose length is its time scale", "such as 5 epochs"),
-}
 
 
 def learning_rate_is_set_once(job: Job) -> Iterator[Problem]:
@@ -42,46 +25,42 @@ def learning_rate_is_set_once(job: Job) -> Iterator[Problem]:
         )
 
 
-def decay_has_its_fields(job: Job) -> Iterator[Problem]:
-    """Refuse fields of other decays, and missing fields."""
-    lr = job.lr
-    wanted = DECAY_FIELDS.get(lr.decay, set())
-    every = set().union(*DECAY_FIELDS.values())
-    for field in sorted(lr.model_fields_set & (every - wanted)):
-        if getattr(lr, field) == type(lr).model_fields[field].default:
-            continue
-        owners = [decay for decay, fields in DECAY_FIELDS.items() if field in fields]
-        yield Problem(
-            f"lr.{field}",
-            repr(getattr(lr, field)),
-            f"has no effect with decay: {lr.decay}",
-            f"it belongs to decay: {' or '.join(owners)}",
-        )
-    if lr.decay in REQUIRED_FIELDS:
-        field, why, example = REQUIRED_FIELDS[lr.decay]
-        if getattr(lr, field) in (None, [], Duration(0)):
-            yield Problem(f"lr.{field}", "", f"decay: {lr.decay} {why}", example)
+def decay_has_its_arguments(job: Job) -> Iterator[Problem]:
+    """Check the arguments of the schedule, and whether it fits the warm-up.
+
+    Those of a function or class of a file are checked when it is called, because that runs the file.
+    """
+    problems = list(DECAY_ARGS.problems(job.lr.decay, job.lr.decay_args))
+    yield from problems
+    if not problems and job.lr.decay in SCHEDULES.rows:
+        try:
+            model: Any = DECAY_ARGS.model(job.lr.decay)
+        except UserError as error:
+            yield Problem("lr.decay", repr(job.lr.decay), error.message, error.hint)
+            return
+        if model is not None:
+            yield from model.model_validate(job.lr.decay_args).problems(job.lr.warmup)
 
 
 def positions_increase(job: Job) -> Iterator[Problem]:
-    """Require increasing positions in one unit, because units can be compared only when data are read."""
-    lists = {"lr.milestones": job.lr.milestones, "lr.points": [point[0] for point in job.lr.points]}
+    """Require increasing positions in one unit in schedules of arguments."""
     for name, points in job.optimizer.schedules.items():
         path = f"optimizer.schedules.{name}"
-        if isinstance(points, list):
-            lists[path] = [point[0] for point in points]
         if not points:
             yield Problem(path, "[]", "must be a list of [position, value]")
-    for path, positions in lists.items():
-        found = ", ".join(map(str, positions))
-        if len({each.unit for each in positions if each.amount}) > 1:
-            yield Problem(path, found, "must have positions in one unit")
+        if isinstance(points, str):
             continue
-        amounts = [each.amount for each in positions]
-        if path == "lr.milestones" and len(set(amounts)) < len(amounts):
-            yield Problem(path, found, "must be strictly increasing")
-        elif amounts != sorted(amounts):
-            yield Problem(path, found, "must have increasing positions")
+        positions = [position for position, _ in points]
+        try:
+            increasing(positions)
+        except ValueError as error:
+            yield Problem(path, ", ".join(map(str, positions)), str(error))
+
+
+def _sets_arguments(job: Job) -> bool:
+    """Return whether the scaling rule changes arguments of the optimizer besides the rate."""
+    scaled = scaled_at_twice_the_batch(job.lr.scaling)
+    return scaled.one_minus_beta != 1 or scaled.epsilon != 1
 
 
 def exceeded(duration: Duration, job: Job) -> str:
@@ -90,7 +69,7 @@ def exceeded(duration: Duration, job: Job) -> str:
     if duration.unit == "epochs" and duration.amount > train.most_epochs:
         return f"train.epochs = {train.most_epochs}"
     limit = train.limit
-    if job.lr.scaling == "adascale" and duration.unit == "steps":
+    if duration.unit == "steps" and follows_gain(job.lr.scaling):
         return ""  # those of the reference batch
     if limit is not None and duration.unit == limit.unit and duration.amount > limit.amount:
         return f"train.max_{limit.unit} = {limit.amount}"
@@ -102,11 +81,11 @@ def warmup_fits(job: Job) -> Iterator[Problem]:
     lr = job.lr
     if limit := exceeded(lr.warmup, job):
         yield Problem("lr.warmup", str(lr.warmup), f"must be at most {limit}")
-    if lr.scaling == "legw" and lr.warmup.amount == 0:
+    if lr.warmup.amount == 0 and scaled_at_twice_the_batch(lr.scaling).warmup != 1:
         yield Problem(
             "lr.warmup",
             "0",
-            "lr.scaling: legw lengthens the warm-up in proportion to the global batch, and there is none",
+            f"lr.scaling: {lr.scaling} lengthens the warm-up with the global batch, and there is none",
             "set the warm-up of the reference batch, or use lr.scaling: sqrt",
         )
     if lr.warmup_start_lr is not None and lr.warmup.amount == 0:
@@ -114,13 +93,6 @@ def warmup_fits(job: Job) -> Iterator[Problem]:
             "lr.warmup_start_lr",
             f"{lr.warmup_start_lr:g}",
             "has no effect without lr.warmup",
-        )
-    if lr.decay == "one_cycle" and lr.warmup.amount:
-        yield Problem(
-            "lr.warmup",
-            str(lr.warmup),
-            "decay: one_cycle contains the rise of the rate",
-            "leave it out; set lr.rise_fraction",
         )
 
 
@@ -140,7 +112,7 @@ def global_batch_is_set_once(job: Job) -> Iterator[Problem]:
     if limit := exceeded(length, job):
         yield Problem("train.batch_warmup.length", str(length), f"must be at most {limit}")
     for path, is_set in (
-        ("lr.scaling", job.lr.scaling == "adam_sqrt"),
+        ("lr.scaling", _sets_arguments(job)),
         ("lr.scale_weight_decay", job.lr.scale_weight_decay),
     ):
         if is_set:
@@ -175,27 +147,30 @@ def scaling_is_known(job: Job) -> Iterator[Problem]:
         )
 
 
-def adascale_is_supported(job: Job) -> Iterator[Problem]:
-    """Refuse AdaScale with optimizers other than SGD, and with rules that it replaces."""
-    if job.lr.scaling != "adascale":
+def gain_is_supported(job: Job) -> Iterator[Problem]:
+    """Refuse a measured gain with optimizers other than SGD, and with rules that it replaces."""
+    if not follows_gain(job.lr.scaling):
         return
     if job.optimizer.name != "sgd" and ":" not in job.optimizer.name:
         yield Problem(
             "optimizer.name",
             repr(job.optimizer.name),
-            "lr.scaling: adascale is derived for SGD with momentum",
+            f"lr.scaling: {job.lr.scaling} is derived for SGD with momentum",
             "use sgd, or lr.scaling: sqrt or adam_sqrt",
         )
     if job.train.epochs is None and job.train.limit is not None:
         yield Problem(
             "train.epochs",
             "null",
-            "lr.scaling: adascale counts scale-invariant epochs, whose number of steps is not known",
+            f"lr.scaling: {job.lr.scaling} counts scale-invariant epochs, whose number of steps is not known",
             "set train.epochs, with which schedules end",
         )
     if job.lr.scale_weight_decay:
         yield Problem(
-            "lr.scale_weight_decay", "True", "lr.scaling: adascale has no fixed factor", "leave it out"
+            "lr.scale_weight_decay",
+            "True",
+            f"lr.scaling: {job.lr.scaling} has no fixed factor",
+            "leave it out",
         )
 
 
@@ -203,8 +178,8 @@ def noise_scale_is_measurable(job: Job) -> Iterator[Problem]:
     """Refuse the gradient noise scale where local gradients are not available."""
     interval = job.metrics.noise_scale_every_steps
     field, found = "metrics.noise_scale_every_steps", str(interval)
-    if job.lr.scaling == "adascale":
-        field, found = "lr.scaling", "'adascale'"
+    if follows_gain(job.lr.scaling):
+        field, found = "lr.scaling", repr(job.lr.scaling)
     elif interval is None:
         if job.metrics.noise_scale_groups:
             yield Problem(
@@ -244,10 +219,9 @@ def schedules_are_supported(job: Job) -> Iterator[Problem]:
         points = schedules[name]
         if isinstance(points, list) and any(point[1] >= 1 for point in points):
             yield Problem(f"optimizer.schedules.{name}", str(points), "must have values below 1")
-    if job.lr.scaling == "adam_sqrt" and {"beta1", "beta2"} & schedules.keys():
-        yield Problem(
-            "lr.scaling", "'adam_sqrt'", "sets the betas, which optimizer.schedules replaces", "remove one"
-        )
+    if {"beta1", "beta2"} & schedules.keys() and _sets_arguments(job):
+        reason = "sets the betas, which optimizer.schedules replaces"
+        yield Problem("lr.scaling", repr(job.lr.scaling), reason, "remove one")
     if "weight_decay" in schedules and job.lr.scale_weight_decay:
         yield Problem(
             "lr.scale_weight_decay", "True", "optimizer.schedules.weight_decay sets the values", "remove one"
@@ -266,13 +240,13 @@ CODE_TABLES = {"lr.scaling": SCALINGS, "lr.decay": SCHEDULES}
 
 LR_RULES = (
     learning_rate_is_set_once,
-    decay_has_its_fields,
+    decay_has_its_arguments,
     positions_increase,
     warmup_fits,
     global_batch_is_set_once,
     length_is_set_once,
     scaling_is_known,
-    adascale_is_supported,
+    gain_is_supported,
     noise_scale_is_measurable,
     schedules_are_supported,
     momentum_correction_is_supported,

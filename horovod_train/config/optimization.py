@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
-from horovod_train.config.duration import Duration, Interval
-from horovod_train.config.fields import Count, Fraction, ImportPath, Name, Points, Section
+from horovod_train.config.duration import Duration
+from horovod_train.config.fields import Count, ImportPath, Name, Points, Section
 from horovod_train.config.former import with_present_names
 
 AUTO = "auto"
@@ -76,31 +76,6 @@ class Ema(Section):
     """Evaluate the average; false: evaluate the trained weights."""
 
 
-class Plateau(Section):
-    """Reduction of the learning rate when an evaluation metric no longer improves."""
-
-    metric: Annotated[str, StringConstraints(min_length=1)]
-    """Name of an evaluation metric."""
-
-    mode: Literal["min", "max"]
-    """Whether smaller or larger is better."""
-
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Factor by which the rate is multiplied."""
-
-    patience: Annotated[int, Field(ge=0, le=2**53)] = 2
-    """Number of evaluations without an improvement that do not reduce the rate; the next one does."""
-
-    min_delta: Annotated[float, Field(ge=0, le=1e12)] = 0.0
-    """Smallest change that counts as an improvement."""
-
-    cooldown: Annotated[int, Field(ge=0, le=2**53)] = 0
-    """Number of evaluations after a reduction that are not counted."""
-
-    min_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Lower limit of the product of all reductions."""
-
-
 class LearningRate(Section):
     """Base learning rate, batch-size scaling and schedule (see docs/scaling.md)."""
 
@@ -132,66 +107,31 @@ class LearningRate(Section):
     """Schedule after warm-up: constant, step, points, cosine, cosine_restarts, polynomial, inverse_sqrt, wsd,
     one_cycle, plateau, or a function ``file.py:curve`` of the progress from 0 to 1."""
 
-    milestones: list[Interval] = []
-    """decay: step. Positions at which the rate is multiplied by ``gamma``."""
-
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """decay: step. Factor at each milestone."""
-
-    points: Points = []
-    """decay: points. List of [position, factor of the peak rate], with linear interpolation."""
-
-    power: Annotated[float, Field(gt=0, le=100)] = 1.0
-    """decay: polynomial. Exponent."""
-
-    end_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """decay: cosine, cosine_restarts, polynomial, wsd, one_cycle. Final rate as a fraction of the scaled
-    rate."""
-
-    first_cycle: Interval | None = None
-    """decay: cosine_restarts. Length of the first cycle."""
-
-    restart_factor: Annotated[float, Field(ge=1, le=1000)] = 1.0
-    """decay: cosine_restarts. Length of a cycle, relative to the previous one."""
-
-    cooldown_fraction: Fraction = 0.2
-    """decay: wsd. Fraction of the training in which the rate decreases, at its end."""
-
-    cooldown_shape: Literal["linear", "sqrt"] = "sqrt"
-    """decay: wsd. Shape of the decrease: linear, or 1 - sqrt."""
-
-    rise_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    """decay: one_cycle. Fraction of the training in which the rate increases."""
-
-    start_factor: Annotated[float, Field(ge=0, le=1)] = 0.04
-    """decay: one_cycle. Initial rate as a fraction of the scaled rate."""
-
-    plateau: Plateau | None = None
-    """decay: plateau. When, and by how much, the rate is reduced."""
+    decay_args: dict[str, Any] = {}
+    """Arguments of the schedule (see below), such as ``end_factor: 0.1``; those of a function are its
+    keyword arguments."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_they_were_called(cls, values: object) -> object:
-        """Rename fields of previous versions, which were numbers of epochs."""
+        """Read fields of previous versions."""
         return with_present_names("lr", values)
 
-    @property
-    def durations(self) -> list[Duration]:
-        """All durations and positions of the schedule."""
-        positions = [position for position, _ in self.points]
-        return [self.warmup, *self.milestones, *positions, *([self.first_cycle] if self.first_cycle else [])]
 
-    def in_epochs(self, convert: Callable[[Duration], Duration]) -> LearningRate:
-        """Return the section with all durations in epochs; ``convert`` converts a position."""
-        warmup, cycle = convert(self.warmup), self.first_cycle
-        if cycle is not None and cycle.unit == self.warmup.unit == "steps":  # it begins after the warm-up
-            end = convert(Duration(self.warmup.amount + cycle.amount, "steps"))
-            cycle = Duration(end.epochs - warmup.epochs)
-        return self.model_copy(
-            update={
-                "warmup": warmup,
-                "milestones": [convert(each) for each in self.milestones],
-                "points": [(convert(position), value) for position, value in self.points],
-                "first_cycle": convert(cycle) if cycle else None,
-            }
-        )
+@dataclass(frozen=True)
+class Scaled:
+    """Factors by which settings of the reference batch are multiplied.
+
+    Attributes:
+        rate: Factor of the learning rate. If ``follows_gain``, the largest possible factor.
+        warmup: Factor of the length of the warm-up, in epochs.
+        one_minus_beta: Factor of 1 - beta, for the betas of Adam.
+        epsilon: Factor of Adam's epsilon.
+        follows_gain: The factor of the rate is the gain of AdaScale, which is measured in each step.
+    """
+
+    rate: float
+    warmup: float = 1.0
+    one_minus_beta: float = 1.0
+    epsilon: float = 1.0
+    follows_gain: bool = False

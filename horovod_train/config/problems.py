@@ -32,6 +32,7 @@ SENTENCES = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
     "string_too_short": "must not be empty",
+    "too_short": "must have at least {min_length}",
     "string_too_long": "must have at most {max_length} characters",
     "value_error": "{error}",
 }

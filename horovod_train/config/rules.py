@@ -5,20 +5,18 @@ A rule checks a whole job and yields problems. To add a rule, write a function, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
-from pydantic import ValidationError
-
+from horovod_train.config.arguments import CODEC_ARGS, STRATEGY_ARGS
 from horovod_train.config.batch_rules import BATCH_RULES
-from horovod_train.config.fields import Section, is_command, name_of, slots_of
+from horovod_train.config.fields import is_command, name_of, slots_of
 from horovod_train.config.kubernetes_rules import kubernetes_rules
 from horovod_train.config.lr_rules import CODE_TABLES, LR_RULES
+from horovod_train.config.optimization import AUTO
 from horovod_train.config.path_rules import code_files_exist, folders_are_valid
-from horovod_train.config.problems import explain, shorten
+from horovod_train.config.problems import shorten
 from horovod_train.config.schema import Codec, Job, Strategy
-from horovod_train.config.support import SUPPORT, Refused, WithArguments, codec_support, strategy_support
+from horovod_train.config.support import SUPPORT, Refused, codec_support, strategy_support
 from horovod_train.errors import Problem, UnknownNameError, UserError, did_you_mean
 from horovod_train.registry import (
     CODECS,
@@ -56,7 +54,9 @@ def names_are_known(job: Job) -> Iterator[Problem]:
 def rules_and_schedules_are_known(job: Job) -> Iterator[Problem]:
     """Require that the scaling rule and the schedule are in their tables, or are import paths."""
     for path, table in CODE_TABLES.items():
-        yield from _known(path, getattr(job.lr, path.partition(".")[2]), table)
+        name = getattr(job.lr, path.partition(".")[2])
+        if name != AUTO:
+            yield from _known(path, name, table)
 
 
 def _known(path: str, name: str, registry: Registry) -> Iterator[Problem]:
@@ -253,7 +253,7 @@ def _refused(job: Job, fields: Iterable[Refused], who: str) -> Iterator[Problem]
         owner = getattr(job, section) if section else job
         value = getattr(owner, field)
         default = type(owner).model_fields[field].default
-        if value in refused.values if refused.values else value != default:
+        if refused.concerns(value, default):
             shown = repr(value.name if isinstance(value, Codec) else value)
             message = f"is not supported with {who}: {refused.reason}"
             yield Problem(refused.field, shown, message, refused.instead)
@@ -273,16 +273,8 @@ def strategy_is_available(job: Job) -> Iterator[Problem]:
 def strategy_supports_job(job: Job) -> Iterator[Problem]:
     """Check the arguments of the strategy, and refuse fields that it does not support."""
     support = strategy_support(job.strategy.name)
-    yield from _arguments_fit(support, job.strategy.args, "strategy.args")
+    yield from STRATEGY_ARGS.problems(job.strategy.name, job.strategy.args)
     yield from _refused(job, support.refused, f"strategy: {job.strategy.name}")
-
-
-def _arguments_fit(support: WithArguments, args: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    try:
-        support.arguments_of(args)
-    except ValidationError as error:
-        for problem in explain(error, support.arguments or Section):
-            yield replace(problem, path=f"{path}.{problem.path}")
 
 
 def codec_is_available(job: Job) -> Iterator[Problem]:
@@ -291,7 +283,7 @@ def codec_is_available(job: Job) -> Iterator[Problem]:
     if codec is None:
         return
     support = codec_support(codec.name)
-    yield from _arguments_fit(support, codec.args, "allreduce.codec.args")
+    yield from CODEC_ARGS.problems(codec.name, codec.args)
     yield from _refused(job, support.refused, f"codec: {codec.name}")
     if support.residual_copies and job.train.precision == "fp16":
         yield Problem(

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from horovod_train.config.axes import Axes
 from horovod_train.config.fields import Section
+from horovod_train.config.optimization import Scaled
 from horovod_train.errors import HorovodTrainError
-from horovod_train.registry import CODECS, STRATEGIES, Registry
+from horovod_train.registry import CODECS, SCALINGS, STRATEGIES, Registry
 
 if TYPE_CHECKING:
     from horovod_train.config.memory import JobSizes, MemoryEstimate
@@ -29,12 +31,20 @@ class Refused:
         reason: Reason of the refusal.
         instead: Recommended action.
         values: Refused values; empty: all except the default.
+        when: Returns whether a value is refused; None: ``values`` decide.
     """
 
     field: str
     reason: str
     instead: str
     values: tuple[object, ...] = ()
+    when: Callable[[str], bool] | None = None
+
+    def concerns(self, value: object, default: object) -> bool:
+        """Return whether a value of the field is refused."""
+        if self.when is not None:
+            return self.when(str(value))
+        return value in self.values if self.values else value != default
 
 
 class NoArguments(Section):
@@ -55,7 +65,7 @@ class WithArguments:
     arguments: type[Section] | None = NoArguments
     refused: tuple[Refused, ...] = ()
 
-    def arguments_of(self, args: Mapping[str, Any]) -> Any:
+    def arguments_of(self, args: Mapping[str, object]) -> Any:
         """Return the validated model of arguments; without a model, the arguments themselves.
 
         Raises:
@@ -129,6 +139,23 @@ def _support_of(table: Registry, name: str, default: Support_) -> Support_:
     return default if found is None else found
 
 
+def scaled_at_twice_the_batch(rule: str) -> Scaled:
+    """Return the factors of a scaling rule at twice the reference batch, which tell what the rule changes.
+
+    A rule that is not in the registry, or that fails, is not called: the policy does, and reports it.
+    """
+    found = None
+    if rule in SCALINGS.rows:
+        with suppress(ArithmeticError, HorovodTrainError, TypeError, ValueError):
+            found = SCALINGS.load(rule)(2.0)
+    return found if isinstance(found, Scaled) else Scaled(rate=1.0)
+
+
+def follows_gain(rule: str) -> bool:
+    """Return whether the rate of a scaling rule follows a gain that is measured in each step."""
+    return scaled_at_twice_the_batch(rule).follows_gain
+
+
 @dataclass(frozen=True)
 class Support:
     """Properties of a framework.
@@ -162,7 +189,7 @@ def _only_torch(*, has_sample_randomness: bool = False) -> tuple[Refused, ...]:
             "lr.scaling",
             "adascale needs the gradients of each rank, which only framework: torch measures",
             "use another rule, or framework: torch",
-            values=("adascale",),
+            when=follows_gain,
         ),
         Refused(
             "metrics.noise_scale_every_steps",

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from horovod_train.config.duration import Duration
-from horovod_train.lr.policy import valid
-from horovod_train.lr.schedules.base import interpolated
+from horovod_train.lr.schedules import interpolated, valid
 from horovod_train.registry import SCHEDULES, load_location
 
 

@@ -6,12 +6,12 @@ global batch and the job's ``lr`` section. A job that resumes on another number 
 .. code-block:: text
 
     k      = global batch / reference batch
-    peak   = base_lr * rule(k)                         the rule of lr.scaling (lr/scaling/)
+    peak   = base_lr * rule(k)                         the rule of lr.scaling (lr/scaling.py)
 
     e      = epochs passed, w = warm-up in epochs (scaled by the rule), E = epochs of the whole job
     e < w:   rate = start + (peak - start) * e / w     start = warmup_start_lr, or min(base_lr, peak);
                                                        under AdaScale gain * warmup_start_lr
-    e >= w:  rate = peak * schedule(e)                 the schedule of lr.decay (lr/schedules/)
+    e >= w:  rate = peak * schedule(e)                 the schedule of lr.decay (lr/schedules.py)
 
 Two inputs are measured during training, are equal on all ranks, and are stored in checkpoints: the gain of
 AdaScale and the factor of ``decay: plateau``.
@@ -19,27 +19,24 @@ AdaScale and the factor of ``decay: plateau``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Real
 
 from horovod_train.config.batches import batch_size_at
 from horovod_train.config.duration import Duration
-from horovod_train.config.optimization import LearningRate
+from horovod_train.config.optimization import AUTO, LearningRate, Scaled
 from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import UserError
-from horovod_train.lr.scaling.base import Scaled
-from horovod_train.lr.schedules.base import Position
-from horovod_train.registry import SCALINGS, SCHEDULES, load_location
+from horovod_train.lr.schedules import Position, Schedule, schedule_of, valid
+from horovod_train.registry import SCALINGS, load_location
+
+UNKNOWN_OPTIMIZER = "linear"
+"""Scaling rule of loops whose optimizer is not known."""
 
 NUM_CHECKED_POINTS = 101
 """Number of points at which the rate is computed before training, to find an invalid one early."""
-
-BEGIN_AFTER_WARMUP = {"step": "first milestone", "wsd": "cooldown (a smaller lr.cooldown_fraction)"}
-"""Schedules that begin to reduce the rate at a given time, and the name of that time."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,14 @@ class LearningRatePolicy:
         global_batch_size: Samples per optimizer step, over all ranks; under adasum, those of one rank.
         total_epochs: Length of the whole job; if steps or samples limit it, a bound until ``ending_at``.
         train: The job's ``train`` section, for the growth of the batch.
+        converted: The schedule with all durations in epochs; None: that of the section.
     """
 
     section: LearningRate
     global_batch_size: int
     total_epochs: float
     train: Train = field(default_factory=Train)
+    converted: Schedule | None = None
 
     @property
     def peak_lr(self) -> float:
@@ -80,9 +79,13 @@ class LearningRatePolicy:
     @property
     def is_in_epochs(self) -> bool:
         """Whether all durations are in epochs; others are converted when training begins."""
-        warmup = self.train.batch_warmup
-        durations = [*self.section.durations, *([warmup.length] if warmup else [])]
-        return all(each.unit == "epochs" for each in durations)
+        return all(each.unit == "epochs" for each in self.durations)
+
+    @property
+    def durations(self) -> list[Duration]:
+        """All durations and positions of warm-up, schedule and growth of the batch."""
+        growth = self.train.batch_warmup
+        return [self.section.warmup, *self.schedule.durations, *([growth.length] if growth else [])]
 
     def in_epochs(self, convert: Callable[[Duration], Duration], train: Train) -> LearningRatePolicy:
         """Return the policy with all durations in epochs.
@@ -93,11 +96,12 @@ class LearningRatePolicy:
             convert: Converts a position.
             train: The section ``train``, with a batch warm-up in epochs.
         """
-        section = self.section.in_epochs(convert)
+        warmup = convert(self.section.warmup)
         if self.section.warmup.unit == "steps":
-            warmup = Duration(section.warmup.epochs / self.scaled.warmup)
-            section = section.model_copy(update={"warmup": warmup})
-        return replace(self, section=section, train=train)
+            warmup = Duration(warmup.epochs / self.scaled.warmup)
+        section = self.section.model_copy(update={"warmup": warmup})
+        schedule = self.schedule.in_epochs(convert, self.section.warmup)
+        return replace(self, section=section, train=train, converted=schedule)
 
     def at(self, epochs: float, *, gain: float | None = None, plateau_factor: float = 1.0) -> float:
         """Return the rate of a step.
@@ -120,7 +124,7 @@ class LearningRatePolicy:
                 start *= gain  # AdaScale multiplies the whole schedule of the reference batch
             rate = start + (peak - start) * epochs / warmup
         else:
-            rate = peak * self._decay(Position(epochs, warmup, self.total_epochs))
+            rate = peak * self.schedule.at(Position(epochs, warmup, self.total_epochs))
         return rate * plateau_factor
 
     def ending_at(self, total_epochs: float) -> LearningRatePolicy:
@@ -153,13 +157,13 @@ class LearningRatePolicy:
                 f"and train.epochs is {self.total_epochs:g}",
                 hint="use fewer ranks, a shorter lr.warmup, more epochs, or another lr.scaling",
             )
-        if self.section.decay in BEGIN_AFTER_WARMUP and self.warmup_epochs > 0:
+        if self.schedule.begins and self.warmup_epochs > 0:
             position = Position(self.warmup_epochs, self.warmup_epochs, self.total_epochs)
-            if self._decay(position) < 1:
+            if self.schedule.at(position) < 1:
                 raise UserError(
                     f"lr.decay: {self.section.decay} reduces the rate before the warm-up of "
                     f"{self.warmup_epochs:g} epochs ends",
-                    hint=f"use a shorter warm-up, or a later {BEGIN_AFTER_WARMUP[self.section.decay]}",
+                    hint=f"use a shorter warm-up, or a later {self.schedule.begins}",
                 )
         for number in range(NUM_CHECKED_POINTS):
             self.at(self.total_epochs * number / (NUM_CHECKED_POINTS - 1))
@@ -173,21 +177,23 @@ class LearningRatePolicy:
         scaled = self._rule(global_batch_size / self.section.reference_batch_size)
         if not isinstance(scaled, Scaled):  # a rule of the user may return the factor of the rate
             scaled = Scaled(rate=valid(scaled, f"lr.scaling: {self.section.scaling}"))
+        if scaled.follows_gain and ":" in self.section.scaling:
+            raise UserError(
+                f"lr.scaling: {self.section.scaling} follows a measured gain, which needs a registered rule",
+                hint="register it as an entry point in the group horovod_train.scalings",
+            )
         return scaled
 
     @cached_property
     def _rule(self) -> Callable[[float], Scaled | float]:
-        rule: Callable[[float], Scaled | float] = load_location(self.section.scaling, SCALINGS)
+        name = UNKNOWN_OPTIMIZER if self.section.scaling == AUTO else self.section.scaling
+        rule: Callable[[float], Scaled | float] = load_location(name, SCALINGS)
         return rule
 
     @cached_property
-    def _decay(self) -> Callable[[Position], float]:
-        name = self.section.decay
-        if ":" in name:
-            curve = load_location(name, SCHEDULES)
-            return lambda position: valid(curve(position.progress), f"lr.decay: {name}", position.progress)
-        factor = load_location(name, SCHEDULES)
-        return lambda position: factor(position, self.section)
+    def schedule(self) -> Schedule:
+        """The schedule after warm-up."""
+        return self.converted or schedule_of(self.section)
 
 
 def policy_of(job: Job, num_data_ranks: int) -> LearningRatePolicy:
@@ -237,18 +243,9 @@ def policy_of_section(
     """
     policy = LearningRatePolicy(section, global_batch_size, total_epochs)
     policy = policy.in_epochs(length.in_epochs, policy.train)
-    if policy.scaled.follows_gain or section.decay == "plateau":
+    if policy.scaled.follows_gain or policy.schedule.metric_name is not None:
         raise UserError(
             "adascale and decay: plateau depend on measurements of a job, which this loop does not have",
             hint="use another lr.scaling or lr.decay, or a job (docs/scaling.md)",
         )
     return policy
-
-
-def valid(number: object, source: str, progress: float | None = None) -> float:
-    """Return a number that a user's function has returned; raise UserError unless it is finite and >= 0."""
-    is_number = isinstance(number, Real) and not isinstance(number, bool)
-    if not is_number or not 0 <= float(number) < math.inf:  # type: ignore[arg-type]
-        at = "" if progress is None else f" at progress {progress:g}"
-        raise UserError(f"{source} returns {number!r}{at}", hint="return a finite number that is at least 0")
-    return float(number)  # type: ignore[arg-type]

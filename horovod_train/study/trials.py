@@ -142,7 +142,7 @@ def policies_of(job: Job, names: Sequence[str]) -> list[Policy]:
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield fields by dotted path; a mapping of arguments (``args``, ``schedules``) is one field."""
     for key, value in tree.items():
-        if isinstance(value, Mapping) and key not in {"args", "schedules", "plateau", "batch_warmup"}:
+        if isinstance(value, Mapping) and key not in {"args", "decay_args", "schedules", "batch_warmup"}:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

@@ -21,7 +21,6 @@ from horovod_train.frameworks.base import PendingOutcome
 from horovod_train.training.actions import Action, ExitPreempted, RestoreCheckpoint, Stop
 from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.plan import plan_epoch
-from horovod_train.training.plateau import after_evaluation
 from horovod_train.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -269,11 +268,12 @@ def evaluate_and_store(run: Run) -> None:
 
 def wanted_metrics(run: Run) -> dict[str, str]:
     """Return the metrics used by early stopping, best checkpoints and the learning rate, by job field."""
-    rule, best, plateau = run.job.evaluation.early_stopping, run.job.checkpoint.best, run.job.lr.plateau
+    rule, best = run.job.evaluation.early_stopping, run.job.checkpoint.best
+    of_rate = run.policy.schedule.metric_name
     return {
         **({"evaluation.early_stopping.metric": rule.metric} if rule else {}),
         **({"checkpoint.best.metric": best.metric} if best else {}),
-        **({"lr.plateau.metric": plateau.metric} if plateau else {}),
+        **({"lr.decay_args.metric": of_rate} if of_rate else {}),
     }
 
 
@@ -293,6 +293,6 @@ def apply_early_stopping(run: Run) -> None:
 
 def reduce_on_plateau(run: Run) -> None:
     """Reduce the learning rate if its metric has not improved for long enough."""
-    rule, progress = run.job.lr.plateau, run.progress
-    if rule is not None:
-        progress.plateau = after_evaluation(progress.plateau, rule, progress.metrics[rule.metric])
+    schedule, progress = run.policy.schedule, run.progress
+    if (name := schedule.metric_name) is not None:
+        progress.plateau = schedule.after_evaluation(progress.plateau, progress.metrics[name])

@@ -8,8 +8,8 @@ from typing import Any
 
 from horovod_train.config.duration import Duration
 from horovod_train.errors import UserError
+from horovod_train.lr.schedules import PlateauState
 from horovod_train.training.noise import NoiseMoments
-from horovod_train.training.plateau import PlateauState
 
 
 @dataclass(frozen=True)

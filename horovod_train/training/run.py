@@ -16,7 +16,7 @@ from horovod_train.data.shard import num_steps
 from horovod_train.frameworks.base import Reader, Replica
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.lr.policy import LearningRatePolicy
-from horovod_train.lr.scaling.adascale import gain
+from horovod_train.lr.scaling import gain
 from horovod_train.training.actions import Action
 from horovod_train.training.pending_steps import PendingSteps, StepReport
 from horovod_train.training.progress import PassedIntervals, Progress
@@ -73,7 +73,7 @@ class Run:
     def lr_of(self, num_samples: int) -> float:
         """Return the learning rate of the next step, which has ``num_samples`` over all ranks."""
         progress = self.progress
-        plateau = progress.plateau.factor if self.job.lr.plateau is not None else 1.0
+        plateau = progress.plateau.factor if self.policy.schedule.metric_name is not None else 1.0
         if not self.policy.scaled.follows_gain:
             return self.policy.at(progress.epochs_passed, plateau_factor=plateau)
         return self.policy.at(progress.scaled_epochs, gain=self.gain_of(num_samples), plateau_factor=plateau)

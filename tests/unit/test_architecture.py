@@ -179,7 +179,7 @@ OUTSIDE = {
     "starlette": {"serve"},
     "uvicorn": {"serve"},
     "plotly": {"serve"},
-    "pydantic": {"config", "checkpoint", "events", "frameworks", "launch", "serve"},
+    "pydantic": {"config", "checkpoint", "events", "frameworks", "launch", "lr", "serve"},
     "mpi4py": {"frameworks"},
 }
 

@@ -29,21 +29,21 @@ SAID = [
     # Rules between fields.
     (
         {"lr": {"gamma": 0.5}},
-        "lr.gamma = 0.5",
-        "has no effect with decay: cosine",
+        "lr.decay_args.gamma = 0.5",
+        "is not a known field",
         "it belongs to decay: step",
     ),
     (
         {"lr": {"decay": "constant", "end_factor": 0.5}},
-        "lr.end_factor = 0.5",
-        "has no effect with decay: constant",
+        "lr.decay_args.end_factor = 0.5",
+        "is not a known field",
         "it belongs to decay: cosine or cosine_restarts or polynomial or wsd or one_cycle",
     ),
     (
-        {"lr": {"decay": "plateau"}},
-        "lr.plateau",
-        "decay: plateau needs the metric",
-        "such as {metric: loss, mode: min}",
+        {"lr": {"decay": "plateau", "decay_args": {"mode": "min"}}},
+        "lr.decay_args.metric",
+        "is required",
+        "",
     ),
     (
         {"lr": {"decay": "inverse_sqrt", "warmup": 0.0}},
@@ -55,11 +55,11 @@ SAID = [
         {"lr": {"decay": "one_cycle", "warmup": 1.0}},
         "lr.warmup = 1 epoch",
         "decay: one_cycle contains the rise of the rate",
-        "leave it out; set lr.rise_fraction",
+        "leave it out; set lr.decay_args.rise_fraction",
     ),
     (
         {"lr": {"decay": "points", "points": [[2, 1.0], [1, 0.5]]}},
-        "lr.points = 2 epochs, 1 epoch",
+        "lr.decay_args.points = [[2, 1.0], [1, 0.5]]",
         "must have increasing positions",
         "",
     ),
@@ -72,7 +72,7 @@ SAID = [
     (
         {"lr": {"scaling": "lwgw"}},
         "lr.scaling = 'lwgw'",
-        "is not a known scaling rule; known: adam_sqrt, adascale, auto, legw, linear, none, sqrt",
+        "is not a known scaling rule; known: adam_sqrt, adascale, legw, linear, none, sqrt",
         "did you mean 'legw'?",
     ),
     (
@@ -123,7 +123,7 @@ SAID = [
     (
         {"lr": {"scaling": "legw", "warmup": 0.0}},
         "lr.warmup = 0",
-        "lr.scaling: legw lengthens the warm-up in proportion to the global batch, and there is none",
+        "lr.scaling: legw lengthens the warm-up with the global batch, and there is none",
         "set the warm-up of the reference batch, or use lr.scaling: sqrt",
     ),
     (
@@ -133,14 +133,14 @@ SAID = [
         "leave it out",
     ),
     (
-        {"lr": {"decay": "step", "milestones": []}},
-        "lr.milestones",
-        "decay: step needs at least one milestone",
-        "such as [30, 60]",
+        {"lr": {"decay": "step", "decay_args": {"milestones": []}}},
+        "lr.decay_args.milestones = []",
+        "must have at least 1",
+        "",
     ),
     (
         {"lr": {"decay": "step", "milestones": [2, 2]}},
-        "lr.milestones = 2 epochs, 2 epochs",
+        "lr.decay_args.milestones = [2, 2]",
         "must be strictly increasing",
         "",
     ),

@@ -43,6 +43,10 @@ def test_the_page_of_frameworks_is_up_to_date_but_for_its_tables_of_tests():
     assert page == renewed(page)
 
 
+def test_the_reference_of_arguments_is_up_to_date(generate):
+    assert (ROOT / "docs" / "arguments.md").read_text() == generate.arguments_reference()
+
+
 def test_the_reference_of_events_is_up_to_date(generate):
     assert (ROOT / "docs" / "events.md").read_text() == generate.events_reference()
     assert "`format_version` is 1;" in generate.EVENTS

@@ -112,8 +112,15 @@ class TestNotation:
         ("section", "fields", "expected"),
         [
             ("lr", {"warmup_epochs": 5}, {"warmup": "5 epochs"}),
-            ("lr", {"decay": "step", "milestones_epochs": [1, 2]}, {"milestones": ["1 epoch", "2 epochs"]}),
-            ("lr", {"decay": "cosine_restarts", "restart_epochs": 2}, {"first_cycle": "2 epochs"}),
+            ("lr", {"decay": "step", "milestones_epochs": [1, 2]}, {"decay_args": {"milestones": [1, 2]}}),
+            ("lr", {"decay": "cosine_restarts", "restart_epochs": 2}, {"decay_args": {"first_cycle": 2}}),
+            ("lr", {"decay": "cosine", "end_factor": 0.1}, {"decay_args": {"end_factor": 0.1}}),
+            ("lr", {"decay": "cosine", "end_factor": 0.0, "milestones": []}, {"decay_args": {}}),
+            (
+                "lr",
+                {"decay": "plateau", "plateau": {"metric": "loss", "mode": "min"}},
+                {"decay_args": {"metric": "loss", "mode": "min"}},
+            ),
             ("evaluation", {"every_epochs": 2}, {"every": "2 epochs"}),
             ("checkpoint", {"every_epochs": None}, {"every": []}),
             ("checkpoint", {"every_steps": 9}, {"every": ["1 epoch", "9 steps"]}),
@@ -131,6 +138,7 @@ class TestNotation:
         ("section", "fields"),
         [
             ("lr", {"warmup_epochs": 5, "warmup": 5}),
+            ("lr", {"decay": "cosine", "end_factor": 0.1, "decay_args": {"end_factor": 0.2}}),
             ("evaluation", {"every_epochs": 5, "every": 5}),
             ("checkpoint", {"every_steps": 5, "every": 5}),
         ],
@@ -167,6 +175,23 @@ class TestNotation:
 
         assert found[name]["warmup" if name == "lr" else "every"] == expected
 
+    @pytest.mark.parametrize(
+        ("lr", "field", "value"),
+        [
+            ({"decay": "cosine", "end_factor": 0.1}, "lr.decay_args.end_factor", 0.2),
+            ({"decay": "cosine", "decay_args": {"end_factor": 0.1}}, "lr.end_factor", 0.2),
+            ({"decay": "cosine", "end_factor": 0.1}, "lr.end_factor", 0.2),
+            ({"decay": "plateau", "plateau": {"metric": "a", "mode": "min"}}, "lr.plateau.metric", "b"),
+            ({"decay": "plateau", "decay_args": {"metric": "a", "mode": "min"}}, "lr.plateau.metric", "b"),
+            ({"decay": "plateau", "plateau": {"metric": "a", "mode": "min"}}, "lr.decay_args.metric", "b"),
+        ],
+    )
+    def test_arguments_of_schedules_under_former_names_are_overridden(self, lr, field, value):
+        tree = {"name": "j", "task": "digits", "lr": deepcopy(lr)}
+        found = job_from(tree, Path(), "job.yaml", overrides=[f"{field}={value}"], environ={}).lr.decay_args
+
+        assert found[field.rpartition(".")[2]] == value
+
     @pytest.mark.parametrize("warmup", [0, "0 steps", "0 samples"])
     def test_of_no_length_is_none_in_any_unit(self, warmup):
         assert list(refused(lr={"decay": "inverse_sqrt", "warmup": warmup})) == ["lr.warmup"]
@@ -177,7 +202,7 @@ class TestNotation:
     def test_of_a_list_has_one_unit(self):
         lr = {"decay": "points", "points": [[0, 1], ["5 steps", 0.5], ["1 epoch", 0.1]]}
 
-        assert refused(lr=lr)["lr.points"][1] == "must have positions in one unit"
+        assert refused(lr=lr)["lr.decay_args.points"][1] == "must have positions in one unit"
 
     def test_beyond_the_job_is_refused(self):
         assert refused(lr={"warmup": "9 steps"}, train={"max_steps": 8})["lr.warmup"] == (
@@ -225,7 +250,7 @@ class TestSchedules:
             run = made(world, lr=lr)
             run.progress.restore(before.progress.to_json())
             begin(run)
-            return run.policy.section.milestones
+            return run.policy.schedule.milestones
 
         assert on_ranks(2, rank)[0] == [Duration(0.8)]
 
@@ -291,7 +316,7 @@ class TestSchedules:
             run = made(world, lr=lr, train=section)
             run.progress.restore(before)
             begin(run)
-            return run.policy.warmup_epochs < run.policy.section.milestones[0].epochs
+            return run.policy.warmup_epochs < run.policy.schedule.milestones[0].epochs
 
         assert all(on_ranks(size, rank))
 

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "horovod_train"
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 900
 MAX_FUNCTION_LINES = 60
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -1,4 +1,7 @@
-"""docs/job.md is what a job description does: its defaults, and the limits of its numbers."""
+"""docs/job.md and docs/arguments.md are what a job description does: its defaults, and the limits of numbers.
+
+A field of docs/arguments.md is written as ``lr.decay_args cosine.end_factor``.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,22 @@ from pathlib import Path
 import pytest
 import yaml
 
+from horovod_train.config.arguments import ARGUMENT_FIELDS
 from horovod_train.config.duration import Duration
 from horovod_train.config.load import load_job
 from horovod_train.errors import ConfigError
 
-PAGE = Path(__file__).parents[2] / "docs" / "job.md"
+DOCS = Path(__file__).parents[2] / "docs"
+FIELDS = {field.path: field for field in ARGUMENT_FIELDS}
+# Arguments without which a row cannot be named.
+NEEDED = {
+    "step": {"milestones": [1]},
+    "points": {"points": [[0, 1.0]]},
+    "cosine_restarts": {"first_cycle": 1},
+    "plateau": {"metric": "loss", "mode": "min"},
+    "local_sgd": {"every_steps": 2},
+    "top-k": {"keep": 0.1},
+}
 # A section that may be left out, with what it cannot do without.
 SECTIONS = {
     "ema": {},
@@ -24,7 +38,7 @@ SECTIONS = {
     "metrics.basic_auth": {"username": "u", "password_file": "/p"},
     "metrics.trackers.0": {"name": "csv"},
     "evaluation.early_stopping": {"metric": "loss", "mode": "min"},
-    "lr.plateau": {"metric": "loss", "mode": "min"},
+    "strategy.args local_sgd.outer": {},
     "checkpoint.best": {"metric": "loss", "mode": "min"},
     "launch.elastic": {"min_ranks": 2},
     "launch.container": {"image": "/apps/image.sif"},
@@ -37,10 +51,14 @@ SECTIONS = {
 def rows():
     """Return path, type and default of every field on the page."""
     section, found = "", []
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in [
+        line for page in ("job.md", "arguments.md") for line in (DOCS / page).read_text().splitlines()
+    ]:
         if line.startswith("## "):
             title = line.removeprefix("## ")
             section = "" if title == "Top level" else f"{title}."
+        elif line.startswith("### "):
+            section = f"{title} {line.rpartition(' ')[2]}."
         elif row := re.match(r"\| `([\w.\[\]]+)` \| (.*?) \| (.*?) ?\| ", line):
             path = (section + row[1]).replace("[]", ".0")
             found.append((path, row[2], row[3].strip("`")))
@@ -60,14 +78,30 @@ def job_with(section, **fields):
         return {**job, **fields}
     if section in SECTIONS:  # some are about hosts
         job["launch"] = {"hosts": ["HOST:2"]}
-    if section == "lr.plateau":
-        job["lr"] = {"decay": "plateau"}
+    if " " in section:
+        return job_with_arguments(job, section, fields)
     at = job
     *outer, last = section.removesuffix(".0").split(".")
     for part in outer:
         at = at.setdefault(part, {})
     content = {**SECTIONS.get(section, {}), **fields}
     at[last] = [content] if section.endswith(".0") else content
+    return job
+
+
+def job_with_arguments(job, section, fields):
+    path, _, rest = section.partition(" ")
+    row, *inner = rest.split(".")
+    args = dict(NEEDED.get(row, {}))
+    for part in inner:
+        args = {**args, part: fields}
+    if not inner:
+        args |= fields
+    *outer, last = path.split(".")
+    at = job
+    for part in outer:
+        at = at.setdefault(part, {})
+    at.update({FIELDS[path].name: row, last: args})
     return job
 
 
@@ -87,9 +121,18 @@ def complaints(tmp_path, document):
 
 
 def value_at(job, path):
+    path, _, rest = path.partition(" ")
     for part in path.split("."):
         job = job[int(part)] if part == "0" else job[part] if isinstance(job, dict) else getattr(job, part)
+    if rest:
+        row, _, inner = rest.partition(".")
+        return value_at(FIELDS[path].model(row).model_validate(job), inner)
     return job
+
+
+def as_reported(path):
+    """The path of a field in a problem."""
+    return re.sub(r" [\w-]+\.", ".", path)
 
 
 def test_every_section_is_on_the_page():
@@ -131,7 +174,9 @@ def limits():
 def test_a_number_may_be_what_the_page_says_and_no_more(tmp_path, path, inside, outside):
     section, _, name = path.rpartition(".")
     for value in inside:
-        said = complaints(tmp_path, job_with(section, **{name: value})).get(path, "")
+        said = complaints(tmp_path, job_with(section, **{name: value})).get(as_reported(path), "")
         assert not BEYOND.fullmatch(said), value
     for value in outside:
-        assert BEYOND.match(complaints(tmp_path, job_with(section, **{name: value}))[path]), value
+        assert BEYOND.match(complaints(tmp_path, job_with(section, **{name: value}))[as_reported(path)]), (
+            value
+        )

@@ -94,7 +94,7 @@ def test_legw_refuses_a_warm_up_that_is_longer_than_the_training():
     ("fields", "instead"),
     [
         ({"decay": "step", "milestones": [4.0]}, "later first milestone"),
-        ({"decay": "wsd", "cooldown_fraction": 0.7}, "smaller lr.cooldown_fraction"),
+        ({"decay": "wsd", "cooldown_fraction": 0.7}, "smaller lr.decay_args.cooldown_fraction"),
     ],
 )
 def test_a_decay_that_begins_within_the_scaled_warm_up_is_refused(fields, instead):

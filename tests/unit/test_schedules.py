@@ -11,15 +11,13 @@ from torch.optim import lr_scheduler
 
 from horovod_train.cli.plan import charts
 from horovod_train.config.load import job_from
-from horovod_train.config.optimization import LearningRate, Plateau
+from horovod_train.config.optimization import LearningRate
 from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError, UserError
 from horovod_train.lr.policy import LearningRatePolicy
-from horovod_train.lr.schedules import cosine_restarts
-from horovod_train.lr.schedules.base import Position
+from horovod_train.lr.schedules import CosineRestarts, Plateau, PlateauState, Position
 from horovod_train.training.hooks.arguments import ScheduleArguments
 from horovod_train.training.loop import train
-from horovod_train.training.plateau import PlateauState, after_evaluation
 
 TASK = "support.torch_threads:Task"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,11 +68,11 @@ def test_warm_restarts_are_those_of_pytorch(factor):
 @pytest.mark.parametrize("warmup", [0.0, 0.3])
 @pytest.mark.parametrize("factor", [1, 2, 3])
 def test_each_cycle_begins_with_the_whole_rate_also_at_fractions_of_epochs(restart, warmup, factor):
-    lr = LearningRate(decay="cosine_restarts", first_cycle=restart, restart_factor=factor)
+    schedule = CosineRestarts(first_cycle=restart, restart_factor=factor)
     begin = 0.0
     for cycle in range(6):
         at = round((warmup + begin) * 1000) / 1000  # samples of an epoch of 1000
-        assert cosine_restarts.factor(Position(at, warmup, 100.0), lr) == pytest.approx(1.0)
+        assert schedule.at(Position(at, warmup, 100.0)) == pytest.approx(1.0)
         begin += restart * factor**cycle
 
 
@@ -100,7 +98,7 @@ def test_a_plateau_reduces_the_rate_as_pytorch_does(mode, cooldown, patience):
     state = PlateauState()
     for value in values:
         scheduler.step(value)
-        state = after_evaluation(state, rule, value)
+        state = rule.after_evaluation(state, value)
 
         assert state.factor == optimizer.param_groups[0]["lr"]
     assert state.factor == 0.01 or patience == 3
@@ -109,8 +107,8 @@ def test_a_plateau_reduces_the_rate_as_pytorch_does(mode, cooldown, patience):
 def test_a_metric_that_is_not_finite_is_no_improvement():
     rule = Plateau(metric="m", mode="min", patience=0)
 
-    assert after_evaluation(PlateauState(best=1.0), rule, float("nan")).factor == 0.1
-    assert after_evaluation(PlateauState(best=1.0), rule, float("-inf")).factor == 0.1
+    assert rule.after_evaluation(PlateauState(best=1.0), float("nan")).factor == 0.1
+    assert rule.after_evaluation(PlateauState(best=1.0), float("-inf")).factor == 0.1
 
 
 def test_warm_up_stable_decay_has_three_phases():

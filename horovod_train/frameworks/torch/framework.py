@@ -19,7 +19,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Allreduce, Compile, Job, Train
-from horovod_train.config.support import strategy_support
+from horovod_train.config.support import follows_gain, strategy_support
 from horovod_train.errors import HorovodTrainError, UnknownNameError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.python_state import state_of_task
@@ -185,7 +185,7 @@ def noise_meter_of(
     job: Job, optimizer: torch.optim.Optimizer, device: torch.device, strategy: Strategy
 ) -> NoiseMeter | None:
     """Return the meter of the gradient noise scale; None: the job does not measure it."""
-    if job.metrics.noise_scale_every_steps is None and job.lr.scaling != "adascale":
+    if job.metrics.noise_scale_every_steps is None and not follows_gain(job.lr.scaling):
         return None
     return NoiseMeter(
         optimizer, by_group=job.metrics.noise_scale_groups, device=device, has_parts=strategy.measures_parts

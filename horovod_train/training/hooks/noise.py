@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from horovod_train.config.support import follows_gain
 from horovod_train.errors import UserError
 from horovod_train.events.types import Notice
 from horovod_train.events.wire import Reporter
@@ -33,7 +34,7 @@ class MeasureNoise(Hook):
     def of(cls, parts: HookParts) -> MeasureNoise | None:
         """Return the hook; None: the job does not need the noise scale."""
         interval = parts.job.metrics.noise_scale_every_steps
-        if parts.job.lr.scaling == "adascale":
+        if follows_gain(parts.job.lr.scaling):
             interval = 1  # a setting of metrics must not change the weights
         return None if interval is None else cls(interval, parts.recorder, parts.reporter)
 
@@ -49,7 +50,7 @@ class MeasureNoise(Hook):
         text = "the gradient noise scale needs at least two ranks or micro-batches per step"
         if run.policy.scaled.follows_gain and run.policy.scaled.rate > 1:
             raise UserError(
-                f"lr.scaling: adascale: {text}",
+                f"lr.scaling: {run.job.lr.scaling}: {text}",
                 hint="use a smaller train.batch_size_per_rank and more train.accumulation_steps",
             )
         if not run.policy.scaled.follows_gain:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import StringConstraints
 
 from horovod_train.config.fields import Section
-from horovod_train.config.support import Refused
+from horovod_train.config.support import Refused, follows_gain
 
 Pattern = Annotated[str, StringConstraints(min_length=1)]
 """Pattern of names of modules, such as ``layers.*``."""
@@ -53,7 +53,7 @@ NO_RESIDUALS = Refused(
 def no_noise_scale(reason: str) -> tuple[Refused, ...]:
     """Return the fields that need the gradient of each rank before it is summed."""
     return (
-        Refused("lr.scaling", f"adascale: {reason}", "use another rule", values=("adascale",)),
+        Refused("lr.scaling", f"adascale: {reason}", "use another rule", when=follows_gain),
         Refused("metrics.noise_scale_every_steps", reason, "leave it out, or use allreduce, zero or ddp"),
     )
 

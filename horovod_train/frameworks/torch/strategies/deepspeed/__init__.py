@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import StringConstraints, model_validator
 
 from horovod_train.config.fields import Section
 from horovod_train.config.memory import JobSizes, MemoryEstimate
@@ -39,7 +39,7 @@ class Arguments(Section):
     nvme_path: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Folder on a disk, for nvme."""
 
-    zero_optimization: dict[str, Any] = Field(default_factory=dict)
+    zero_optimization: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
     """Further settings of DeepSpeed's section of that name."""
 
     @model_validator(mode="after")

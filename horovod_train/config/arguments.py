@@ -1,0 +1,124 @@
+"""Fields of a job that contain the arguments of a row of a registry, and the models of these arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+
+from horovod_train.config.fields import Section
+from horovod_train.config.problems import explain
+from horovod_train.config.schema import Job
+from horovod_train.errors import HorovodTrainError, Problem
+from horovod_train.registry import CODECS, SCHEDULES, STRATEGIES, Registry
+
+
+@dataclass(frozen=True)
+class ArgumentField:
+    """A field with arguments.
+
+    Attributes:
+        table: Registry of the rows.
+        section: Dotted path of the section.
+        name: Field of the section that names the row.
+        args: Field of the section with the arguments.
+    """
+
+    table: Registry
+    section: str
+    name: str = "name"
+    args: str = "args"
+
+    @property
+    def path(self) -> str:
+        """Dotted path of the field with the arguments."""
+        return f"{self.section}.{self.args}"
+
+    def model(self, name: str) -> type[Section] | None:
+        """Return the model of a row's arguments; None: it declares none, or its file would have to run.
+
+        Raises:
+            UnknownNameError: The table has no such row.
+            UserError: The row cannot be imported.
+        """
+        if (support := self.table.support(name)) is not None:
+            declared: type[Section] | None = support.arguments
+            return declared
+        found = self.table.load(name) if self.table.is_light and ":" not in name else None
+        return found if isinstance(found, type) and issubclass(found, Section) else None
+
+    def models(self) -> Iterator[tuple[str, type[Section]]]:
+        """Yield the rows whose arguments are declared, and their models."""
+        for name in self.table.rows:
+            try:
+                model = self.model(name)
+            except HorovodTrainError:  # of another package: it affects only jobs that use it
+                continue
+            if model is not None and model.model_fields:
+                yield name, model
+
+    def problems(self, name: str, args: Mapping[str, object]) -> Iterator[Problem]:
+        """Yield the problems of a row's arguments."""
+        try:
+            model = self.model(name)
+        except HorovodTrainError:
+            return  # rules.names_are_known reports it
+        if model is None:
+            return
+        try:
+            model.model_validate(args)
+        except ValidationError as error:
+            for problem in explain(error, model):
+                yield self._with_owners(problem)
+
+    def _with_owners(self, problem: Problem) -> Problem:
+        """Return the problem with its whole path and, for an argument of other rows, with their names."""
+        path, hint = f"{self.path}.{problem.path}", problem.hint
+        if problem.message == "is not a known field":
+            owners = [name for name, model in self.models() if problem.path in model.model_fields]
+            hint = f"it belongs to {self.name}: {' or '.join(owners)}" if owners else hint
+        return replace(problem, path=path, hint=hint)
+
+
+DECAY_ARGS = ArgumentField(SCHEDULES, "lr", "decay", "decay_args")
+STRATEGY_ARGS = ArgumentField(STRATEGIES, "strategy")
+CODEC_ARGS = ArgumentField(CODECS, "allreduce.codec")
+ARGUMENT_FIELDS = (STRATEGY_ARGS, CODEC_ARGS, DECAY_ARGS)
+
+
+def job_schema() -> JsonSchemaValue:
+    """Return the JSON schema of a job, with the arguments of all rows, also those of other packages."""
+    schema = Job.model_json_schema()
+    for field in ARGUMENT_FIELDS:
+        section: type[BaseModel] = Job
+        for part in field.section.split("."):
+            section = _section(section, part)
+        choices = schema["$defs"][section.__name__].setdefault("allOf", [])
+        for name, model in field.models():
+            choices.append(
+                {
+                    "if": {"properties": {field.name: {"const": name}}, "required": [field.name]},
+                    "then": {"properties": {field.args: arguments_schema(model, schema["$defs"])}},
+                }
+            )
+    return schema
+
+
+def arguments_schema(model: type[Section], definitions: JsonSchemaValue) -> JsonSchemaValue:
+    """Return the JSON schema of a model; its sections are added to ``definitions``, under unique names."""
+    schema = model.model_json_schema()
+    prefix = f"{model.__module__}.{model.__name__}."
+    text = json.dumps(schema).replace('"#/$defs/', f'"#/$defs/{prefix}')
+    schema = json.loads(text)
+    definitions.update({f"{prefix}{name}": found for name, found in schema.pop("$defs", {}).items()})
+    return dict(schema)
+
+
+def _section(model: type[BaseModel], field: str) -> type[BaseModel]:
+    """Return the model of a section that a field contains."""
+    annotation = model.model_fields[field].annotation
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    return next(each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel))
