@@ -285,9 +285,6 @@ class SessionMetrics:
 
     address: str | None
 
-    def record(self, step: Step, outcome: Outcome, lr: float, epochs: float) -> None:
-        """Do nothing: ``step.finish`` records the step. Retained for loops that call it."""
-
 
 @dataclass
 class SessionCheckpoints:

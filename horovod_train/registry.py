@@ -15,7 +15,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -35,14 +35,12 @@ class Registry:
         kind: Kind of the rows, for messages, such as ``launcher``.
         group: Entry-point group through which other packages add rows.
         builtin: Rows of this package.
-        renamed: Members of the rows' classes that were renamed: former name to current name.
         is_light: The modules of all rows import no framework: validation may import them.
     """
 
     kind: str
     group: str
     builtin: Mapping[str, str]
-    renamed: Mapping[str, str] = field(default_factory=dict)
     is_light: bool = False
 
     @cached_property
@@ -65,13 +63,15 @@ class Registry:
             raise UnknownNameError(self.kind, name, self.rows) from None
 
     def load(self, name: str) -> Any:
-        """Import and return the class or function of a row.
+        """Import and return the class or function of a row, or of an import path.
 
         Raises:
             UnknownNameError: The table has no such name.
-            UserError: The import path is not valid, or the class has a member with a former name.
+            UserError: The import path is not valid.
         """
-        return self._factory(name)
+        location = name if ":" in name else self.location(name)
+        found = self._attribute(location, name)
+        return self._attribute(found.factory, name) if location.endswith(f":{SUPPORT}") else found
 
     def support(self, name: str) -> Any | None:
         """Import and return the support object of a row or of ``module:SUPPORT``; None: there is none.
@@ -88,19 +88,6 @@ class Registry:
             return load_location(location, self)
         return load_attribute(location, what=f"{self.kind} {name!r}")
 
-    def _factory(self, name: str) -> Any:
-        location = name if ":" in name else self.location(name)
-        found = self._attribute(location, name)
-        if location.endswith(f":{SUPPORT}"):
-            found = self._attribute(found.factory, name)
-        for old in self.renamed:
-            if hasattr(found, old):
-                raise UserError(
-                    f"{self.kind} {name!r} defines {old!r}, which is called {self.renamed[old]!r} now",
-                    hint="rename it; CHANGELOG.md lists all new names",
-                )
-        return found
-
     def make(self, name: str, call: Callable[[Any], Any], *, args_field: str) -> Any:
         """Import the class of a row, of ``module:Class`` or of ``/path/file.py:Class``; return an instance.
 
@@ -110,7 +97,7 @@ class Registry:
             UnknownNameError: The table has no such name.
             UserError: The class cannot be imported, or raises TypeError or ValueError for its arguments.
         """
-        factory = self._factory(name)
+        factory = self.load(name)
         try:
             return call(factory)
         except (TypeError, ValueError) as error:
@@ -201,13 +188,13 @@ FRAMEWORKS = Registry(
     kind="framework",
     group="horovod_train.frameworks",
     builtin={
-        "torch": "horovod_train.frameworks.torch.framework:TorchFramework",
-        "tensorflow": "horovod_train.frameworks.tensorflow.framework:TensorflowFramework",
-        "jax": "horovod_train.frameworks.jax.framework:JaxFramework",
-        "keras": "horovod_train.frameworks.keras.framework:KerasFramework",
-        "lightning": "horovod_train.frameworks.lightning.framework:LightningFramework",
-        "transformers": "horovod_train.frameworks.transformers.framework:TransformersFramework",
-        "mxnet": "horovod_train.frameworks.mxnet.framework:MxnetFramework",
+        "torch": "horovod_train.frameworks.torch:SUPPORT",
+        "tensorflow": "horovod_train.frameworks.tensorflow:SUPPORT",
+        "jax": "horovod_train.frameworks.jax:SUPPORT",
+        "keras": "horovod_train.frameworks.keras:SUPPORT",
+        "lightning": "horovod_train.frameworks.lightning:SUPPORT",
+        "transformers": "horovod_train.frameworks.transformers:SUPPORT",
+        "mxnet": "horovod_train.frameworks.mxnet:SUPPORT",
     },
 )
 
@@ -233,7 +220,6 @@ LAUNCHERS = Registry(
         "lsf": "horovod_train.launch.launchers.lsf:LsfLauncher",
         "lsf-allocation": "horovod_train.launch.launchers.lsf_allocation:LsfAllocationLauncher",
     },
-    renamed={"has_files_here": "has_local_files", "goes_on": "is_running"},
 )
 
 PROCESS_MANAGERS = Registry(
@@ -317,7 +303,6 @@ CODECS = Registry(
         "powersgd": "horovod_train.frameworks.torch.codecs.powersgd:SUPPORT",
         "top-k": "horovod_train.frameworks.torch.codecs.top_k:SUPPORT",
     },
-    renamed={"has_memory": "rules", "has_residual": "rules"},
 )
 
 STRATEGIES = Registry(
@@ -336,26 +321,6 @@ STRATEGIES = Registry(
         "pipeline": "horovod_train.frameworks.torch.strategies.pipeline:SUPPORT",
         "tensor_parallel": "horovod_train.frameworks.torch.strategies.tensor_parallel:SUPPORT",
         "zero": "horovod_train.frameworks.torch.strategies.zero:SUPPORT",
-    },
-    renamed={
-        "bytes_per_step": "sent_bytes",
-        "called": "forward_module",
-        "can_be_read_later": "capabilities.deferred_results",
-        "expect_last": "set_requires_sync",
-        "expect_more": "set_requires_sync",
-        "has_whole_weights": "capabilities.whole_weights",
-        "held": "local_tensors",
-        "is_sharded": "capabilities.sharded",
-        "layout": "layout_version",
-        "load_state": "load_rank_states",
-        "make_passes": "run_schedule",
-        "makes_passes": "capabilities.owns_schedule",
-        "needs_equally_many": "capabilities.collective_passes",
-        "reads_later": "defer_results",
-        "reads_weights": "capabilities.meta_model",
-        "state": "rank_state",
-        "tells_optimizer": "capabilities.checkpoints_optimizer",
-        "updates_itself": "capabilities.owns_update",
     },
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from horovod_train.config.load import job_from
 from horovod_train.config.optimization import LearningRate
 from horovod_train.config.schema import Data
 from horovod_train.data.shard import eval_micro_batches, num_steps
-from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
@@ -176,7 +175,3 @@ class Session(SessionBase):
         request.listen()
         agreement = PreemptionAgreement(self.world, lambda: request.is_received, self._services.exchange)
         return SessionPreemption(checkpoints, agreement)
-
-    def leaving(self, *_: object) -> NoReturn:
-        """Raise an error, because this is the former name of ``preemption``."""
-        raise UserError("session.leaving is session.preemption now", hint="call session.preemption")

@@ -11,12 +11,12 @@ from typing import Any
 
 from horovod_train.checks.finding import Finding
 from horovod_train.checks.mpi import probe_mpi
+from horovod_train.horovod.bindings import BINDINGS, framework_version
 from horovod_train.horovod.cuda import find_toolkit, gpu_architectures, how_to_get_it, torch_build
 from horovod_train.horovod.environment import open_mpi_without_ssh
 from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
 from horovod_train.horovod.mpi import installed_mpi
 from horovod_train.horovod.patches import own_patches, patch_files, patch_title
-from horovod_train.horovod.toolchain import framework_version
 
 REBUILD = "run `horovod-train engine build`"
 
@@ -34,13 +34,6 @@ found["sum"] = total.tolist()
 hvd.shutdown()
 print(json.dumps(found))
 """
-
-# Horovod has a separate library for each framework. These statements all-reduce three ones with it.
-_SUMS_OF_ONES = {
-    "torch": 'import torch; total = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="check")',
-    "tensorflow": "import tensorflow as tf; total = hvd.allreduce(tf.ones(3), op=hvd.Sum).numpy()",
-    "mxnet": "import mxnet as mx; total = hvd.allreduce(mx.nd.ones(3), average=False).asnumpy()",
-}
 
 # In a separate process, so that a failure on the GPU does not affect the other checks.
 _GPU_PROBE = """
@@ -100,7 +93,7 @@ def _probe_horovod() -> list[Finding]:
 def _probe_framework(framework: str) -> list[Finding]:
     code = _PROBE.format(
         binding=framework,
-        sum_of_ones=_SUMS_OF_ONES[framework],
+        sum_of_ones=BINDINGS[framework].sum_of_ones,
     )
     found, error = _run_probe(code)
     if found is None:

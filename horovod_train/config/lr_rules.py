@@ -9,7 +9,7 @@ from horovod_train.config.arguments import DECAY_ARGS
 from horovod_train.config.duration import Duration, increasing
 from horovod_train.config.optimization import AUTO
 from horovod_train.config.schema import Job
-from horovod_train.config.support import follows_gain, scaled_at_twice_the_batch
+from horovod_train.config.support import factors_of_rule, follows_gain
 from horovod_train.errors import Problem, UserError
 from horovod_train.registry import SCALINGS, SCHEDULES
 
@@ -59,7 +59,7 @@ def positions_increase(job: Job) -> Iterator[Problem]:
 
 def _sets_arguments(job: Job) -> bool:
     """Return whether the scaling rule changes arguments of the optimizer besides the rate."""
-    scaled = scaled_at_twice_the_batch(job.lr.scaling)
+    scaled = factors_of_rule(job.lr.scaling)
     return scaled.one_minus_beta != 1 or scaled.epsilon != 1
 
 
@@ -81,7 +81,7 @@ def warmup_fits(job: Job) -> Iterator[Problem]:
     lr = job.lr
     if limit := exceeded(lr.warmup, job):
         yield Problem("lr.warmup", str(lr.warmup), f"must be at most {limit}")
-    if lr.warmup.amount == 0 and scaled_at_twice_the_batch(lr.scaling).warmup != 1:
+    if lr.warmup.amount == 0 and factors_of_rule(lr.scaling).warmup != 1:
         yield Problem(
             "lr.warmup",
             "0",

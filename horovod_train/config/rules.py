@@ -16,7 +16,7 @@ from horovod_train.config.optimization import AUTO
 from horovod_train.config.path_rules import code_files_exist, folders_are_valid
 from horovod_train.config.problems import shorten
 from horovod_train.config.schema import Codec, Job, Strategy
-from horovod_train.config.support import SUPPORT, Refused, codec_support, strategy_support
+from horovod_train.config.support import Refused, codec_support, framework_support, strategy_support
 from horovod_train.errors import Problem, UnknownNameError, UserError, did_you_mean
 from horovod_train.registry import (
     CODECS,
@@ -208,17 +208,6 @@ def activations_are_chosen_once(job: Job) -> Iterator[Problem]:
         )
 
 
-def wire_dtype_is_supported(job: Job) -> Iterator[Problem]:
-    """Refuse bf16 as wire dtype with other bindings than that of PyTorch, because they lack it."""
-    if job.allreduce.wire_dtype == "bf16" and job.framework in {"tensorflow", "keras", "jax"}:
-        yield Problem(
-            "allreduce.wire_dtype",
-            "'bf16'",
-            f"is not supported with framework: {job.framework}, whose Horovod binding lacks bfloat16",
-            "use fp16 or fp32, or framework: torch",
-        )
-
-
 def randomness_is_supported(job: Job) -> Iterator[Problem]:
     """Refuse random numbers by sample where calls of the forward pass cannot be followed."""
     if job.train.randomness != "sample":
@@ -242,9 +231,7 @@ def randomness_is_supported(job: Job) -> Iterator[Problem]:
 
 def framework_supports_job(job: Job) -> Iterator[Problem]:
     """Refuse fields that the framework does not support."""
-    support = SUPPORT.get(job.framework)
-    if support is not None:
-        yield from _refused(job, support.refused, f"framework: {job.framework}")
+    yield from _refused(job, framework_support(job.framework).refused, f"framework: {job.framework}")
 
 
 def _refused(job: Job, fields: Iterable[Refused], who: str) -> Iterator[Problem]:
@@ -363,7 +350,6 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     activations_are_chosen_once,
     compile_is_supported,
     randomness_is_supported,
-    wire_dtype_is_supported,
     framework_supports_job,
     strategy_is_available,
     strategy_supports_job,

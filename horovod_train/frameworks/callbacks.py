@@ -14,16 +14,16 @@ from typing import Any
 
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
+from horovod_train.config.support import framework_support, frameworks_with_support
 from horovod_train.errors import UserError
 from horovod_train.frameworks.fingerprint import fingerprint
 from horovod_train.frameworks.plain_data import decoded, is_plain, packed, unpacked
-from horovod_train.frameworks.refused_callbacks import PACKAGES
 
 log = logging.getLogger(__name__)
 OWN_STATE = "@callbacks/"
 """Prefix of the names of their arrays in the state that is specific to a rank."""
 SET_BY_KERAS = {"params"}
-LIBRARIES = {"torch", "tensorflow", "jax", "logging"}.union(*PACKAGES.values())
+LIBRARIES = {"logging"}.union(*(support.modules for _, support in frameworks_with_support()))
 """Packages whose objects are not state of the callback that refers to them."""
 
 
@@ -191,3 +191,16 @@ class GuardedLearningRate:
 
 def _is_of_a_framework(value: object) -> bool:
     return any(each.__module__.partition(".")[0] in LIBRARIES for each in type(value).__mro__[:-1])
+
+
+def check_callbacks(callbacks: Iterable[object], framework: str) -> None:
+    """Raise UserError if a callback conflicts with a function of the job."""
+    support = framework_support(framework)
+    for callback in callbacks:
+        for each in type(callback).__mro__:
+            refused = support.callbacks.get(each.__name__)
+            is_of_framework = each.__module__.partition(".")[0] in support.modules
+            if refused and is_of_framework and refused.condition(callback):
+                raise UserError(
+                    f"the callback {type(callback).__name__} {refused.reason}", hint=refused.instead
+                )

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.errors import EngineError
+from horovod_train.horovod.bindings import BINDINGS, framework_version
 from horovod_train.horovod.cuda import (
     Nccl,
     Toolkit,
@@ -58,12 +59,10 @@ from horovod_train.horovod.mpi import (
 )
 from horovod_train.horovod.patches import LOOPBACK, apply_patches, own_patches, sha256_of
 from horovod_train.horovod.toolchain import (
-    FRAMEWORKS,
     check_tools,
     compiler,
     find_compiler,
     find_cpu_flags,
-    framework_version,
     programs_path,
 )
 from horovod_train.system.machine import usable_cores, usable_memory_bytes
@@ -142,7 +141,7 @@ def make_plan(mpi: Mpi | None, *, without_cuda: bool = False, report: Report = l
     Raises:
         EngineError: There is no framework or no C++ compiler, or ``find_cuda`` raises it.
     """
-    frameworks = {name: found for name in FRAMEWORKS if (found := framework_version(name))}
+    frameworks = {name: found for name in BINDINGS if (found := framework_version(name))}
     if not frameworks:
         raise EngineError(
             "no framework to build Horovod for", hint="install one first: pip install torch==2.13.0"
@@ -284,8 +283,8 @@ def build_environment(plan: BuildPlan, mpi: Mpi, scratch: Path) -> dict[str, str
         "HOROVOD_WITH_MPI": "1",
         "HOROVOD_WITH_GLOO": "1",
     }
-    for name, (_, switch) in FRAMEWORKS.items():
-        environment[f"HOROVOD_{'WITH' if name in plan.frameworks else 'WITHOUT'}_{switch}"] = "1"
+    for name, binding in BINDINGS.items():
+        environment[f"HOROVOD_{'WITH' if name in plan.frameworks else 'WITHOUT'}_{binding.variable}"] = "1"
     return {**environment, **(cuda_environment(plan, scratch) if plan.cuda else {})}
 
 

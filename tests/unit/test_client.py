@@ -53,7 +53,7 @@ class TestSubmit:
         assert client.job("j").folder == request.log_dir
 
     def test_takes_values_of_numpy(self, launcher):
-        client.submit(DIGITS, {"train.epochs": np.int64(3), "lr.points": (), "run_dir": Path("here")})
+        client.submit(DIGITS, {"train.epochs": np.int64(3), "launch.hosts": (), "run_dir": Path("here")})
 
         (request,) = launcher.requests
         assert (request.job.train.epochs, Path(request.job.run_dir).name) == (3, "here")

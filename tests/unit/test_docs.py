@@ -17,7 +17,6 @@ from unit.test_architecture import ROOMS
 from horovod_train import __version__, registry
 from horovod_train.cli.main import VERBS
 from horovod_train.config.schema import Allreduce, Job
-from horovod_train.config.support import SUPPORT
 from horovod_train.events.file import FORMAT_VERSION, MAX_BYTES
 from horovod_train.telemetry.catalog import CATALOG
 
@@ -132,7 +131,7 @@ def test_the_readme_lists_all_launchers_and_frameworks():
 
     first_cells = " ".join(re.findall(r"^\| (`.*?) \|", launchers, re.MULTILINE))
     assert set(re.findall(r"`(.*?)`", first_cells)) == set(registry.LAUNCHERS.rows)
-    assert set(re.findall(r"[a-z]+", frameworks)) - {"or"} == set(SUPPORT) - {"torch", "script"}
+    assert set(re.findall(r"[a-z]+", frameworks)) - {"or"} == set(registry.FRAMEWORKS.builtin) - {"torch"}
 
 
 def test_the_table_of_strategies_lists_all():

@@ -63,23 +63,6 @@ def test_a_broken_row_is_an_error_for_who_names_it(monkeypatch, table, value, sa
     assert table.load("ours")([1]) == "[1]"
 
 
-@pytest.mark.parametrize("table", [LAUNCHERS, CODECS, STRATEGIES], ids=lambda table: table.kind)
-def test_a_class_with_a_former_name_of_a_member_is_refused_with_the_new_name(monkeypatch, table):
-    for old, new in table.renamed.items():
-        monkeypatch.setattr(Theirs, old, None, raising=False)
-        with pytest.raises(UserError, match=f"defines '{old}', which is called '{new}' now"):
-            table.make(f"{__name__}:Theirs", lambda kind: kind(), args_field="args")
-        monkeypatch.delattr(Theirs, old)
-
-    assert isinstance(table.make(f"{__name__}:Theirs", lambda kind: kind(), args_field="args"), Theirs)
-    changes = (PACKAGE.parent / "CHANGELOG.md").read_text()
-    assert all(f"| `{old}` | `{new}` |" in changes for old, new in table.renamed.items())
-
-
-class Theirs:
-    """A class of another package."""
-
-
 def test_a_class_is_made_from_a_file(tmp_path):
     file = tmp_path / "own_optimizers.py"
     file.write_text("def twice(lr):\n    return 2 * lr\n")

@@ -299,11 +299,6 @@ def test_a_loop_leaves_out_ten_steps_in_a_row_at_most(session):
         step.finish(0.1)
 
 
-def test_the_name_that_a_method_had_is_refused_with_its_new_one(session):
-    with pytest.raises(UserError, match=r"session\.leaving is session\.preemption now"):
-        session.leaving(None)
-
-
 def test_evaluation_reads_each_sample_once_in_order(session):
     batches = list(session.eval_batches(prepared(session), DATA, batch_size=4))
 
@@ -320,12 +315,12 @@ def test_an_evaluation_before_the_first_step_is_refused(session):
 
 def test_metrics_are_recorded(session):
     replica = prepared(session)
-    metrics = session.metrics(port=29400)
+    session.metrics(port=29400)
     (step, *_) = session.loader(DATA, batch_size=2).epoch(0, replica)
     for _, x in step:
         step.backward(replica.model(x).mean())
 
-    metrics.record(step, step.finish(0.1), 0.1, 0.2)
+    step.finish(0.1)
 
     recorder = session._services.recorder
     found = recorder.registry.get_sample_value

@@ -12,7 +12,7 @@ from support.once import once
 from horovod_train.cli.main import cli
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
-from horovod_train.config.support import SUPPORT
+from horovod_train.config.support import framework_support
 from horovod_train.registry import FRAMEWORKS
 
 OTHER_VALUES = {
@@ -38,11 +38,8 @@ OTHER_VALUES = {
     "allreduce.wire_dtype": "fp16",
     "launch.threads_per_rank": 1,
 }
+SUPPORT = {name: framework_support(name) for name in FRAMEWORKS.builtin}
 CASES = [(name, refused) for name, support in SUPPORT.items() for refused in support.refused]
-
-
-def test_every_framework_of_ours_is_described():
-    assert set(SUPPORT) == set(FRAMEWORKS.builtin)
 
 
 @pytest.mark.parametrize(("framework", "refused"), CASES, ids=lambda value: getattr(value, "field", value))
@@ -51,7 +48,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_with_the_reason(framework, r
     job = {"name": "x", "framework": framework, "task": "m:Task"}
 
     assert not broken_rules(Job.model_validate(job))
-    value = {field: OTHER_VALUES[refused.field]}
+    value = {field: refused.values[0] if refused.values else OTHER_VALUES[refused.field]}
     (problem,) = broken_rules(Job.model_validate({**job, **({section: value} if section else value)}))
 
     assert problem.path == refused.field

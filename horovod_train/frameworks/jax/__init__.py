@@ -6,6 +6,29 @@ optax.py       gradient transformation for users of optax
 Horovod has no binding for JAX. Its PyTorch binding sums JAX arrays, which it receives as plain memory.
 """
 
-from horovod_train.frameworks.jax.optax import average_over_ranks, broadcast, init
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from horovod_train.config.support import FrameworkSupport
+from horovod_train.frameworks.lazy import attributes_in
+from horovod_train.frameworks.support import compiles_itself, lacks_bfloat16
+
+if TYPE_CHECKING:
+    from horovod_train.frameworks.jax.optax import average_over_ranks, broadcast, init
 
 __all__ = ["average_over_ranks", "broadcast", "init"]
+__getattr__ = attributes_in(
+    __name__,
+    {"average_over_ranks": "optax", "broadcast": "optax", "init": "optax"},
+)
+
+SUPPORT = FrameworkSupport(
+    f"{__name__}.framework:JaxFramework",
+    ("jax",),
+    "0.10.2",
+    "ours, in jax.jit",
+    (*compiles_itself("JAX", has_sample_randomness=True), lacks_bfloat16("JAX")),
+    affected_by=("jaxlib", "optax"),
+    modules=frozenset({"jax"}),
+)

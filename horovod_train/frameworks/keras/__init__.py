@@ -19,9 +19,64 @@ In a script:
     model.fit(data, epochs=10, callbacks=[BroadcastState(ranks), ExactMetrics(ranks)])
 """
 
-from horovod_train.frameworks.keras.callbacks import BroadcastState, ExactMetrics, ScaledLearningRate
-from horovod_train.frameworks.keras.collectives import init
-from horovod_train.frameworks.keras.dataset import ShardedDataset
-from horovod_train.frameworks.keras.optimizer import distribute
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from horovod_train.config.support import FrameworkSupport, RefusedCallback
+from horovod_train.frameworks.lazy import attributes_in
+from horovod_train.frameworks.support import (
+    SAVES_CHECKPOINTS,
+    SETS_THE_RATE,
+    compiles_itself,
+    lacks_bfloat16,
+    updates_at_once,
+)
+
+if TYPE_CHECKING:
+    from horovod_train.frameworks.keras.callbacks import BroadcastState, ExactMetrics, ScaledLearningRate
+    from horovod_train.frameworks.keras.collectives import init
+    from horovod_train.frameworks.keras.dataset import ShardedDataset
+    from horovod_train.frameworks.keras.optimizer import distribute
 
 __all__ = ["BroadcastState", "ExactMetrics", "ScaledLearningRate", "ShardedDataset", "distribute", "init"]
+__getattr__ = attributes_in(
+    __name__,
+    {
+        "BroadcastState": "callbacks",
+        "ExactMetrics": "callbacks",
+        "ScaledLearningRate": "callbacks",
+        "ShardedDataset": "dataset",
+        "distribute": "optimizer",
+        "init": "collectives",
+    },
+)
+
+CALLBACKS = {
+    "ModelCheckpoint": SAVES_CHECKPOINTS,
+    "OrbaxCheckpoint": SAVES_CHECKPOINTS,
+    "BackupAndRestore": SAVES_CHECKPOINTS,
+    "EarlyStopping": RefusedCallback(
+        "restores the best weights at the end (restore_best_weights), without the optimizer state "
+        "that belongs to them",
+        "leave restore_best_weights out, and set checkpoint.best, which keeps the best checkpoint",
+        lambda callback: callback.restore_best_weights,
+    ),
+    "LearningRateScheduler": SETS_THE_RATE,
+    "ReduceLROnPlateau": SETS_THE_RATE,
+    "SwapEMAWeights": RefusedCallback(
+        "swaps averaged weights in for evaluations, so that checkpoints would contain these",
+        "leave it out; the optimizer's use_ema saves the averages with its state",
+    ),
+}
+
+SUPPORT = FrameworkSupport(
+    f"{__name__}.framework:KerasFramework",
+    ("keras",),
+    "3.15.1",
+    "model.fit",
+    (*compiles_itself("Keras"), updates_at_once("Keras"), lacks_bfloat16("Keras")),
+    note="on the tensorflow, torch and jax back ends (KERAS_BACKEND); no gradient norm",
+    modules=frozenset({"keras"}),
+    callbacks=CALLBACKS,
+)

@@ -23,6 +23,7 @@ from horovod_train.frameworks.callbacks import (
     Attributes,
     CallbackState,
     GuardedLearningRate,
+    check_callbacks,
     report_unsaved,
 )
 from horovod_train.frameworks.exchange import Exchange
@@ -37,7 +38,6 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.python_state import state_of_task
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
-from horovod_train.frameworks.refused_callbacks import check_callbacks
 from horovod_train.frameworks.task import load_task, report_unused_methods
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}

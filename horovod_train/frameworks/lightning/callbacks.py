@@ -11,8 +11,7 @@ import lightning
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.errors import UserError
-from horovod_train.frameworks.callbacks import CallbackState, named
-from horovod_train.frameworks.refused_callbacks import check_callbacks
+from horovod_train.frameworks.callbacks import CallbackState, check_callbacks, named
 
 log = logging.getLogger(__name__)
 MODULE = "module"

@@ -12,3 +12,17 @@ state/         weights, buffers and optimizer state as arrays of a checkpoint
 sizes/         estimates of memory and FLOPs
 verify/        comparison of a strategy's steps with those of the plain model
 """
+
+from __future__ import annotations
+
+from horovod_train.config.support import FrameworkSupport
+
+SUPPORT = FrameworkSupport(
+    f"{__name__}.framework:TorchFramework",
+    ("torch",),
+    "2.13.0",
+    "ours",
+    affected_by=("pytorch-optimizer", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+    modules=frozenset({"torch"}),
+    uses_torch_binding=True,
+)

@@ -32,12 +32,12 @@ from horovod_train.frameworks.base import Bridge
 from horovod_train.frameworks.callbacks import (
     Attributes,
     CallbackState,
+    check_callbacks,
     report_unsaved,
 )
 from horovod_train.frameworks.python_state import state_of_task
 from horovod_train.frameworks.python_values import Root
 from horovod_train.frameworks.reader import start_loader_server
-from horovod_train.frameworks.refused_callbacks import check_callbacks
 from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchBased

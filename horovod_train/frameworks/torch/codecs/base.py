@@ -87,10 +87,6 @@ class BucketExchange:
         """
 
 
-Message = BucketExchange
-"""Former name, for codecs of other packages."""
-
-
 class Codec:
     """Base class of codecs.
 
