@@ -208,17 +208,17 @@ LAUNCHERS = Registry(
         "local": "horovod_train.launch.launchers.local:LocalLauncher",
         "horovodrun": "horovod_train.launch.launchers.horovodrun:HorovodrunLauncher",
         "mpirun": "horovod_train.launch.launchers.mpirun:MpirunLauncher",
-        "slurm": "horovod_train.launch.launchers.slurm:SlurmLauncher",
-        "mpijob": "horovod_train.launch.launchers.mpijob.launcher:MpiJobLauncher",
-        "slurm-allocation": "horovod_train.launch.launchers.slurm_allocation:SlurmAllocationLauncher",
-        "pbs": "horovod_train.launch.launchers.pbs:PbsLauncher",
-        "pbs-allocation": "horovod_train.launch.launchers.pbs_allocation:PbsAllocationLauncher",
-        "gridengine": "horovod_train.launch.launchers.gridengine:GridEngineLauncher",
+        "slurm": "horovod_train.launch.launchers.slurm:SUPPORT",
+        "mpijob": "horovod_train.launch.launchers.mpijob:SUPPORT",
+        "slurm-allocation": "horovod_train.launch.launchers.slurm.allocation:SlurmAllocationLauncher",
+        "pbs": "horovod_train.launch.launchers.pbs:SUPPORT",
+        "pbs-allocation": "horovod_train.launch.launchers.pbs.allocation:PbsAllocationLauncher",
+        "gridengine": "horovod_train.launch.launchers.gridengine:SUPPORT",
         "gridengine-allocation": (
-            "horovod_train.launch.launchers.gridengine_allocation:GridEngineAllocationLauncher"
+            "horovod_train.launch.launchers.gridengine.allocation:GridEngineAllocationLauncher"
         ),
-        "lsf": "horovod_train.launch.launchers.lsf:LsfLauncher",
-        "lsf-allocation": "horovod_train.launch.launchers.lsf_allocation:LsfAllocationLauncher",
+        "lsf": "horovod_train.launch.launchers.lsf:SUPPORT",
+        "lsf-allocation": "horovod_train.launch.launchers.lsf.allocation:LsfAllocationLauncher",
     },
 )
 

@@ -87,14 +87,16 @@ def _examine_kubernetes(
     from horovod_train.checks.finding import prevents_jobs
     from horovod_train.doctor.kubernetes import examine_cluster, examine_pods
     from horovod_train.doctor.network import AllreduceBenchmark
+    from horovod_train.launch.launchers.mpijob import NAME
+    from horovod_train.launch.launchers.mpijob.settings import Kubernetes
     from horovod_train.launch.submit import resolve
 
     if job is None:
-        settings = resolve(job_of(["digits"], **options), options["run_id"]).job.launch.kubernetes
+        settings = resolve(job_of(["digits"], **options), options["run_id"]).job.launch.settings(Kubernetes)
         return list(examine_cluster(None, settings)), AllreduceBenchmark()
-    options["launcher"] = "mpijob"
+    options["launcher"] = NAME
     request = resolve(job_of([job], **options), options["run_id"])
-    findings = list(examine_cluster(request.job, request.job.launch.kubernetes))
+    findings = list(examine_cluster(request.job, request.job.launch.settings(Kubernetes)))
     if not is_measured or prevents_jobs(findings):
         return findings, AllreduceBenchmark()
     found, measured = examine_pods(request, lambda text: click.echo(text, err=True))

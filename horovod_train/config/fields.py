@@ -78,6 +78,10 @@ OneLine = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
 """Text without line breaks."""
 
 
+ProgramOption = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n\r\x00]*$")]
+"""Option of a program, with its value."""
+
+
 def _as_ssh_writes(value: object) -> object:
     """Return a value as text, because YAML reads ``yes`` as a boolean and ``10`` as a number."""
     if isinstance(value, bool):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints, create_model
 
 from horovod_train.config.fields import (
     Count,
@@ -13,6 +13,7 @@ from horovod_train.config.fields import (
     InterfaceName,
     OneLine,
     Port,
+    ProgramOption,
     Seconds,
     SecretSource,
     Section,
@@ -20,10 +21,9 @@ from horovod_train.config.fields import (
     VariableName,
     slots_of,
 )
-from horovod_train.config.kubernetes import Kubernetes
+from horovod_train.config.support import launcher_sections
 
-ProgramOption = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n\r\x00]*$")]
-"""Option of a program, with its value."""
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class Ssh(Section):
@@ -78,65 +78,6 @@ class Container(Section):
     """Further options of the runtime, such as ``--writable-tmpfs``. GPUs are made available automatically."""
 
 
-class Batch(Section):
-    """Settings of a batch job. ``run_dir`` must be on a shared filesystem."""
-
-    requeue: bool = True
-    """Requeue the job if it is preempted before its time limit."""
-
-    setup: list[OneLine] = []
-    """Shell commands at the start of the batch script, such as ``module load cuda``."""
-
-
-class Slurm(Batch):
-    """Slurm batch job. ``run_dir`` must be on a shared filesystem."""
-
-    options: dict[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")], OneLine] = {}
-    """Further long options of sbatch, such as ``partition: gpu``, ``time: "2:00:00"``, ``gres: "gpu:4"``."""
-
-    ranks_per_node: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Ranks on each node; null: as Slurm places them."""
-
-    mpi: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
-    """How ranks of the MPI controller start: mpirun; srun, with an interface that Slurm and the MPI library
-    support; an interface of ``srun --mpi=list``, such as pmix; auto: mpirun if the MPI library has one."""
-
-
-class Pbs(Batch):
-    """PBS batch job. ``run_dir`` must be on a shared filesystem, and ssh must work between its nodes."""
-
-    options: list[ProgramOption] = []
-    """Further options of qsub, such as ``-q gpu``, ``-l walltime=02:00:00`` and ``-A project``."""
-
-    ranks_per_node: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Ranks in each chunk, with chunks on different nodes; null: chunks of one rank, as PBS places them."""
-
-    chunk: Annotated[str, StringConstraints(pattern=r"^[A-Za-z][\w=.:-]*$")] | None = None
-    """Resources of each chunk, such as ``ncpus=16:ngpus=4:mem=64gb``; null: one core for each rank."""
-
-
-class GridEngine(Batch):
-    """Grid Engine batch job. ``run_dir`` must be on a shared filesystem."""
-
-    options: list[ProgramOption] = []
-    """Further options of qsub, such as ``-q gpu.q``, ``-l h_rt=02:00:00`` and ``-P project``."""
-
-    parallel_environment: (
-        Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None
-    ) = None
-    """Parallel environment, one of ``qconf -spl``, which places the ranks; needed for more than one rank."""
-
-
-class Lsf(Batch):
-    """LSF batch job, which is rendered only. ``run_dir`` must be on a shared filesystem."""
-
-    options: list[ProgramOption] = []
-    """Further options of bsub, such as ``-q gpu``, ``-W 2:00`` and ``-P project``."""
-
-    ranks_per_node: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Ranks on each node; null: as LSF places them."""
-
-
 class Elastic(Section):
     """Continue with fewer ranks when hosts are lost, and with more when hosts return.
 
@@ -169,7 +110,7 @@ class Elastic(Section):
     """Maximum number of consecutive failures without a new checkpoint."""
 
 
-class Launch(Section):
+class LaunchFields(Section):
     """Number of ranks, hosts and launcher."""
 
     launcher: Annotated[str, StringConstraints(min_length=1)] = "auto"
@@ -209,23 +150,8 @@ class Launch(Section):
     """CPU binding of ranks. cores: an equal part of the host's cores; numa: a NUMA node; auto: numa if the
     host has several."""
 
-    slurm: Slurm = Slurm()
-    """Settings of the launcher slurm."""
-
-    pbs: Pbs = Pbs()
-    """Settings of the launcher pbs."""
-
-    gridengine: GridEngine = GridEngine()
-    """Settings of the launcher gridengine."""
-
     container: Container | None = None
     """Container image of the ranks; null: ranks use the Python environment of the host."""
-
-    lsf: Lsf = Lsf()
-    """Settings of the launcher lsf."""
-
-    kubernetes: Kubernetes = Kubernetes()
-    """Settings of the launcher mpijob."""
 
     share_gpus: bool = False
     """Allow several ranks per GPU, for tests; slower than one rank per GPU."""
@@ -249,3 +175,22 @@ class Launch(Section):
         """Maximum world size."""
         most = self.elastic.max_ranks if self.elastic is not None else None
         return most or self.num_ranks or self.slots or 1
+
+    def settings(self, model: type[Settings]) -> Settings:
+        """Return the section of a launcher, such as ``launch.slurm``, by its model."""
+        return next(section for _, section in self if type(section) is model)
+
+
+def _with_sections() -> type[LaunchFields]:
+    """Return the section ``launch`` with the sections of all launchers, also those of other packages."""
+    sections: dict[str, Any] = {
+        name: (model, Field(default=model(), description=f"Settings of the launcher {launcher}."))
+        for name, launcher, model in launcher_sections()
+    }
+    return create_model("Launch", __base__=LaunchFields, __doc__=LaunchFields.__doc__, **sections)
+
+
+if TYPE_CHECKING:
+    Launch = LaunchFields
+else:
+    Launch = _with_sections()

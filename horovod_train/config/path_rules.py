@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from horovod_train.config.kubernetes_rules import LAUNCHER
 from horovod_train.config.problems import shorten
 from horovod_train.config.schema import Job
+from horovod_train.config.support import has_own_image
 from horovod_train.errors import Problem
 
 # Limits of Linux; a path also needs room for the files of a run.
@@ -39,7 +39,7 @@ def folders_are_valid(job: Job) -> Iterator[Problem]:
 
 def code_files_exist(job: Job) -> Iterator[Problem]:
     """Require that files of the user's code exist; on Kubernetes, they may exist only in the image."""
-    if job.launch.launcher == LAUNCHER:
+    if has_own_image(job.launch.launcher):
         return
     if job.task.startswith("__main__:"):
         hint = "put it into a file, and write task: FILE.py:" + job.task.partition(":")[2]

@@ -8,15 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from horovod_train.config.arguments import CODEC_ARGS, STRATEGY_ARGS
-from horovod_train.config.batch_rules import BATCH_RULES
 from horovod_train.config.fields import is_command, name_of, slots_of
-from horovod_train.config.kubernetes_rules import kubernetes_rules
 from horovod_train.config.lr_rules import CODE_TABLES, LR_RULES
 from horovod_train.config.optimization import AUTO
 from horovod_train.config.path_rules import code_files_exist, folders_are_valid
 from horovod_train.config.problems import shorten
 from horovod_train.config.schema import Codec, Job, Strategy
-from horovod_train.config.support import Refused, codec_support, framework_support, strategy_support
+from horovod_train.config.support import (
+    Refused,
+    codec_support,
+    framework_support,
+    has_own_image,
+    launchers_with_support,
+    strategy_support,
+)
 from horovod_train.errors import Problem, UnknownNameError, UserError, did_you_mean
 from horovod_train.registry import (
     CODECS,
@@ -67,6 +72,30 @@ def _known(path: str, name: str, registry: Registry) -> Iterator[Problem]:
         yield Problem(path, repr(name), f"is not a known {registry.kind}; {known}", error.hint)
     except UserError as error:
         yield Problem(path, repr(name), error.message, error.hint)
+
+
+def launchers_support_job(job: Job) -> Iterator[Problem]:
+    """Check the sections of launchers."""
+    for _, support in launchers_with_support():
+        if support.rules is not None:
+            yield from support.rules(job)
+
+
+def container_runs_on_hosts(job: Job) -> Iterator[Problem]:
+    """Check the options of a container, and refuse it where ranks have an image of their own."""
+    container = job.launch.container
+    if container is None:
+        return
+    for option in container.options:
+        if not is_command(option):
+            yield Problem("launch.container.options", repr(option), "cannot be split", "close its quotes")
+    if has_own_image(job.launch.launcher):
+        yield Problem(
+            "launch.container",
+            repr(container.image),
+            "is for hosts, and pods have an image of their own",
+            "use launch.kubernetes.image",
+        )
 
 
 def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
@@ -339,7 +368,8 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     folders_are_valid,
     code_files_exist,
     *LR_RULES,
-    *BATCH_RULES,
+    launchers_support_job,
+    container_runs_on_hosts,
     ranks_fit_the_hosts,
     elastic_is_supported,
     host_settings_belong_to_hosts,
@@ -355,7 +385,6 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     strategy_supports_job,
     codec_is_available,
     script_is_supported,
-    kubernetes_rules,
 )
 
 

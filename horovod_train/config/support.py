@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from horovod_train.config.axes import Axes
 from horovod_train.config.fields import Section
 from horovod_train.config.optimization import Scaled
-from horovod_train.errors import HorovodTrainError
-from horovod_train.registry import CODECS, FRAMEWORKS, SCALINGS, STRATEGIES, Registry
+from horovod_train.errors import HorovodTrainError, Problem
+from horovod_train.registry import CODECS, FRAMEWORKS, LAUNCHERS, SCALINGS, STRATEGIES, Registry
 
 if TYPE_CHECKING:
     from horovod_train.config.memory import JobSizes, MemoryEstimate
+    from horovod_train.config.schema import Job
 
 Support_ = TypeVar("Support_")
 
@@ -109,6 +110,44 @@ class CodecSupport(WithArguments):
     """
 
     residual_copies: int = 0
+
+
+@dataclass(frozen=True)
+class LauncherSupport:
+    """What a launcher declares.
+
+    Attributes:
+        factory: ``module:name`` of its class.
+        section: Name of the section of its settings in ``launch``.
+        settings: Model of the section, all of whose fields have defaults.
+        rules: Yields problems of a job, whichever its launcher; it may not import the schema of jobs.
+        has_own_image: Ranks run in an image of the launcher, which contains the code of the job.
+    """
+
+    factory: str
+    section: str
+    settings: type[Section]
+    rules: Callable[[Job], Iterator[Problem]] | None = None
+    has_own_image: bool = False
+
+
+def launcher_sections() -> Iterator[tuple[str, str, type[Section]]]:
+    """Yield the sections of launchers in ``launch``: the name, the launcher's name and the model."""
+    for name, support in launchers_with_support():
+        yield support.section, name, support.settings
+
+
+def launchers_with_support() -> Iterator[tuple[str, LauncherSupport]]:
+    """Yield the launchers that declare anything, with what they declare."""
+    for name in LAUNCHERS.rows:
+        support: LauncherSupport | None = _support_of(LAUNCHERS, name, None)
+        if support is not None:
+            yield name, support
+
+
+def has_own_image(launcher: str) -> bool:
+    """Return whether ranks of a launcher run in an image of their own, which contains the code of the job."""
+    return any(name == launcher and support.has_own_image for name, support in launchers_with_support())
 
 
 def strategy_support(name: str) -> StrategySupport:

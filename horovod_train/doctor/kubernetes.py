@@ -11,16 +11,17 @@ from time import monotonic, sleep
 from typing import Any
 
 from horovod_train.checks.finding import Finding
-from horovod_train.config.kubernetes import Kubernetes
-from horovod_train.config.kubernetes_rules import num_workers
 from horovod_train.config.schema import Job
 from horovod_train.doctor.network import AllreduceBenchmark, History, compare
 from horovod_train.errors import HorovodTrainError, LaunchError
 from horovod_train.events.types import AllreduceTime
 from horovod_train.launch.base import LaunchRequest, Submitted
+from horovod_train.launch.launchers.mpijob import NAME
 from horovod_train.launch.launchers.mpijob.cluster import CUSTOM, GROUP, KUEUE, PLURAL, VERSION, Cluster
 from horovod_train.launch.launchers.mpijob.document import section, text, texts
 from horovod_train.launch.launchers.mpijob.launcher import MpiJobLauncher
+from horovod_train.launch.launchers.mpijob.rules import num_workers
+from horovod_train.launch.launchers.mpijob.settings import Kubernetes
 
 PODS_TIMEOUT_S = 900.0
 POLL_S = 2.0
@@ -86,7 +87,7 @@ def _permissions(cluster: Cluster, settings: Kubernetes) -> Finding:
 
 
 def _job_requirements(cluster: Cluster, job: Job) -> Iterator[Finding]:
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     if kubernetes.cpus_per_rank is None and kubernetes.memory_per_rank is None:
         fix = "set launch.kubernetes.cpus_per_rank and memory_per_rank"
         yield Finding(
@@ -155,7 +156,7 @@ def _queue(cluster: Cluster, name: str) -> Finding:
 
 
 def _gpus(cluster: Cluster, job: Job) -> Finding:
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     counts = [int(text) for text in cluster.allocatable(kubernetes.gpu_resource)]
     wanted = kubernetes.gpus_per_rank * kubernetes.ranks_per_worker
     fitting = sum(count // wanted for count in counts)
@@ -173,7 +174,7 @@ def examine_pods(
     """Start pods of the job to examine themselves and their network, report their states, and remove them."""
     launcher = MpiJobLauncher()
     job = request.job
-    kubernetes = job.launch.kubernetes.model_copy(update={"backoff_limit": 0, "suspend": False})
+    kubernetes = job.launch.settings(Kubernetes).model_copy(update={"backoff_limit": 0, "suspend": False})
     launch = job.launch.model_copy(update={"kubernetes": kubernetes, "elastic": None})
     examined = job.model_copy(update={"name": f"{job.name[:40].rstrip('-')}-doctor", "launch": launch})
     asking = replace(request, job=examined)
@@ -182,7 +183,7 @@ def examine_pods(
         native_id = launcher.submit(asking, plan)
     except HorovodTrainError as error:
         return [Finding("", "mpi job", error.message, "fail", error.hint)], AllreduceBenchmark()
-    submitted = Submitted(asking.job_id, "mpijob", native_id, asking.log_dir, 0.0)
+    submitted = Submitted(asking.job_id, NAME, native_id, asking.log_dir, 0.0)
     try:
         return _check_pods(launcher, submitted, job, report)
     finally:
@@ -210,7 +211,7 @@ def _check_pods(
     findings = [Finding(**fields) for fields in document["findings"]]
     measured = AllreduceBenchmark([AllreduceTime(**row) for row in document["sweep"]])
     if measured.times:
-        where = f"{job.launch.kubernetes.namespace}:{job.launch.num_ranks}"
+        where = f"{job.launch.settings(Kubernetes).namespace}:{job.launch.num_ranks}"
         history = History(["kubernetes", where], job.launch.controller)
         findings += compare(measured.best("horovod"), history.read())
         history.add(measured)

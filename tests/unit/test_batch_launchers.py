@@ -18,12 +18,12 @@ from horovod_train.horovod.mpi import Mpi
 from horovod_train.launch.base import LaunchPlan, Submitted
 from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.launchers import allocation
-from horovod_train.launch.launchers.gridengine import GridEngineLauncher
-from horovod_train.launch.launchers.gridengine_allocation import GridEngineAllocationLauncher
-from horovod_train.launch.launchers.lsf import LsfLauncher
-from horovod_train.launch.launchers.lsf_allocation import LsfAllocationLauncher
-from horovod_train.launch.launchers.pbs import PbsLauncher, select
-from horovod_train.launch.launchers.pbs_allocation import PbsAllocationLauncher
+from horovod_train.launch.launchers.gridengine.allocation import GridEngineAllocationLauncher
+from horovod_train.launch.launchers.gridengine.launcher import GridEngineLauncher
+from horovod_train.launch.launchers.lsf.allocation import LsfAllocationLauncher
+from horovod_train.launch.launchers.lsf.launcher import LsfLauncher
+from horovod_train.launch.launchers.pbs.allocation import PbsAllocationLauncher
+from horovod_train.launch.launchers.pbs.launcher import PbsLauncher, select
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
 from horovod_train.launch.submit import resolve
 

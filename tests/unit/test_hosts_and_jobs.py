@@ -47,7 +47,7 @@ from horovod_train.launch.hosts.secrets import read_secrets, without_secrets
 from horovod_train.launch.hosts.ssh import explain
 from horovod_train.launch.hosts.staging import pack_code, stage_files
 from horovod_train.launch.launchers.mpijob.render import inner_job
-from horovod_train.launch.launchers.slurm_allocation import tasks_per_node
+from horovod_train.launch.launchers.slurm.allocation import tasks_per_node
 from horovod_train.launch.submit import make_plan, record_job, resolve
 from horovod_train.launch.supervise import preflight as prepare
 from horovod_train.launch.supervise.preflight import check_fingerprints, check_shared_memory, rank_variables

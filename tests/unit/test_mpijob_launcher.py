@@ -15,13 +15,13 @@ from support.launching import write_job
 from support.mpijobs import described
 from support.waiting import wait_until
 
-from horovod_train.config.kubernetes_rules import MAX_CONFIG_BYTES
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, UnansweredError, UserError
 from horovod_train.launch import jobs
 from horovod_train.launch.launchers.mpijob import launcher as module
 from horovod_train.launch.launchers.mpijob.cluster import UnreachableError
 from horovod_train.launch.launchers.mpijob.launcher import MpiJobLauncher
+from horovod_train.launch.launchers.mpijob.rules import MAX_CONFIG_BYTES
 from horovod_train.launch.submit import make_plan, resolve
 
 NUMBERS = count(1)  # of runs, in all tests

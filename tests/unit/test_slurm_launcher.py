@@ -16,8 +16,8 @@ from horovod_train.launch import commands
 from horovod_train.launch.base import LaunchPlan, Submitted
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile
-from horovod_train.launch.launchers.slurm import SlurmLauncher
-from horovod_train.launch.launchers.slurm_allocation import SlurmAllocationLauncher
+from horovod_train.launch.launchers.slurm.allocation import SlurmAllocationLauncher
+from horovod_train.launch.launchers.slurm.launcher import SlurmLauncher
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
 from horovod_train.launch.submit import resolve
 

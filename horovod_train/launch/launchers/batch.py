@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from horovod_train.config.launch import Batch
+from horovod_train.config.batch import Batch
 from horovod_train.config.load import dump_job
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, PolledLauncher, Submitted
 from horovod_train.launch.commands import call

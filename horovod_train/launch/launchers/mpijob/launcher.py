@@ -13,7 +13,6 @@ from typing import Literal
 
 import yaml
 
-from horovod_train.config.kubernetes_rules import MAX_CONFIG_BYTES
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.launch.base import (
     PATIENCE_S,
@@ -49,6 +48,8 @@ from horovod_train.launch.launchers.mpijob.render import (
     MANAGER,
     render,
 )
+from horovod_train.launch.launchers.mpijob.rules import MAX_CONFIG_BYTES
+from horovod_train.launch.launchers.mpijob.settings import Kubernetes
 from horovod_train.launch.launchers.mpijob.status import (
     CANCELLED_MESSAGE,
     ended_at,
@@ -104,7 +105,7 @@ class MpiJobLauncher(PolledLauncher):
         """
         (documents,) = plan.files.values()
         manifests: list[Manifest] = list(yaml.safe_load_all(documents))
-        settings = request.job.launch.kubernetes
+        settings = request.job.launch.settings(Kubernetes)
         config, mpi_job, *others = manifests
         name = request.job.name
         with closing(Cluster(settings.namespace, settings.api_timeout_s)) as cluster:
@@ -134,7 +135,7 @@ class MpiJobLauncher(PolledLauncher):
 
     def early_id(self, request: LaunchRequest) -> str:
         """Return the native ID without the UID, which the API server assigns."""
-        return f"{request.job.launch.kubernetes.namespace}/{request.job.name}/"
+        return f"{request.job.launch.settings(Kubernetes).namespace}/{request.job.name}/"
 
     def status(self, job: Submitted) -> JobStatus:
         """Return the status of a job."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from horovod_train.config.kubernetes import Kubernetes, Volume
-from horovod_train.config.kubernetes_rules import num_workers, workers_for
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
 from horovod_train.launch.console import EVENTS_VARIABLE
 from horovod_train.launch.launchers.mpijob.document import Manifest, merge
+from horovod_train.launch.launchers.mpijob.rules import num_workers, workers_for
+from horovod_train.launch.launchers.mpijob.settings import Kubernetes, Volume
 
 API_VERSION = "kubeflow.org/v2beta1"
 JOB_FOLDER = "/etc/horovod_train"
@@ -51,7 +51,7 @@ def render(job: Job, run_id: str, task_source: str = "", verb: tuple[str, ...] =
         task_source: Content of the task's file, if the image does not contain it.
         verb: Subcommand of ``horovod-train`` that the launcher pod runs, with options.
     """
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     manifests = [config_map(job, task_source), mpi_job(job, run_id, verb)]
     if kubernetes.network_policy:
         manifests.append(network_policy(job))
@@ -69,12 +69,13 @@ def inner_job(job: Job, *, has_source: bool) -> Job:
             "secrets": {name: f"env:{name}" for name in job.launch.secrets},
             "kubernetes": Kubernetes(),
             # The CPU request of a rank, because a pod without a CPU limit sees all cores of its node.
-            "threads_per_rank": job.launch.threads_per_rank or _threads(job.launch.kubernetes.cpus_per_rank),
-            "ssh": job.launch.ssh.model_copy(update={"port": job.launch.kubernetes.ssh_port}),
+            "threads_per_rank": job.launch.threads_per_rank
+            or _threads(job.launch.settings(Kubernetes).cpus_per_rank),
+            "ssh": job.launch.ssh.model_copy(update={"port": job.launch.settings(Kubernetes).ssh_port}),
         }
     )
     if job.launch.elastic is not None:
-        elastic = {"discover": DISCOVER, "ranks_per_host": job.launch.kubernetes.ranks_per_worker}
+        elastic = {"discover": DISCOVER, "ranks_per_host": job.launch.settings(Kubernetes).ranks_per_worker}
         launch = launch.model_copy(update={"elastic": job.launch.elastic.model_copy(update=elastic)})
     changes: dict[str, object] = {"launch": launch}
     if has_source:
@@ -101,7 +102,7 @@ def config_map(job: Job, task_source: str) -> Manifest:
 
 def mpi_job(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
     """Return the MPIJob, with the user's patch applied."""
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     spec: Manifest = {
         "slotsPerWorker": kubernetes.ranks_per_worker,
         "runLauncherAsWorker": False,
@@ -136,14 +137,14 @@ def _gang_size(job: Job) -> int:
 
 
 def _launcher_creation(job: Job) -> str:
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     if job.launch.elastic is not None and "launcher_creation" not in kubernetes.model_fields_set:
         return "AtStartup"  # it waits for workers on its own, and not for all of them
     return kubernetes.launcher_creation
 
 
 def _run_policy(job: Job) -> Manifest:
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     policy: Manifest = {
         "cleanPodPolicy": kubernetes.clean_pods,
         "backoffLimit": kubernetes.backoff_limit,
@@ -189,7 +190,7 @@ def _launcher(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
 
 
 def _worker(job: Job) -> Manifest:
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     ports = [{"name": "ssh", "containerPort": kubernetes.ssh_port}]
     if job.metrics.enabled:
         ports += [
@@ -217,7 +218,7 @@ def _worker(job: Job) -> Manifest:
 
 
 def _pod(job: Job, container: Manifest, volumes: list[Manifest], *, is_launcher: bool) -> Manifest:
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     spec: Manifest = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -246,7 +247,7 @@ def _pod(job: Job, container: Manifest, volumes: list[Manifest], *, is_launcher:
 
 def _scrape_annotations(job: Job) -> dict[str, str]:
     """Return annotations for a Prometheus that discovers pods by ``prometheus.io/...`` annotations."""
-    if not (job.launch.kubernetes.scrape_annotations and job.metrics.enabled):
+    if not (job.launch.settings(Kubernetes).scrape_annotations and job.metrics.enabled):
         return {}
     scheme = "http" if job.metrics.tls is None else "https"
     found = {"scrape": "true", "port": str(job.metrics.port), "path": "/metrics", "scheme": scheme}
@@ -255,7 +256,7 @@ def _scrape_annotations(job: Job) -> dict[str, str]:
 
 def _placement(job: Job) -> Manifest:
     """Return the placement of workers. The launcher avoids spot nodes, because its loss ends the job."""
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     placement: Manifest = {}
     tolerations = [
         {
@@ -288,7 +289,7 @@ def _placement(job: Job) -> Manifest:
 
 
 def _resources(job: Job) -> Manifest:
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     ranks = kubernetes.ranks_per_worker
     requests: Manifest = {}
     limits: Manifest = {}
@@ -325,13 +326,15 @@ def times(quantity: str, factor: int) -> str:
 
 def _container_security(job: Job, *, is_worker: bool) -> Manifest:
     capabilities: Manifest = {"drop": ["ALL"]}
-    if is_worker and any(name.startswith("rdma/") for name in job.launch.kubernetes.extra_resources):
+    if is_worker and any(
+        name.startswith("rdma/") for name in job.launch.settings(Kubernetes).extra_resources
+    ):
         capabilities["add"] = ["IPC_LOCK"]
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
 def _image(job: Job) -> Manifest:
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     return {"image": kubernetes.image, "imagePullPolicy": kubernetes.image_pull_policy}
 
 
@@ -352,7 +355,7 @@ def _mounts(job: Job) -> list[Manifest]:
             "mountPath": volume.mount_path,
             **({"readOnly": True} if volume.read_only else {}),
         }
-        for number, volume in enumerate(job.launch.kubernetes.volumes)
+        for number, volume in enumerate(job.launch.settings(Kubernetes).volumes)
     ]
 
 
@@ -360,7 +363,7 @@ def _volumes(job: Job) -> list[Manifest]:
     own: list[Manifest] = [{"name": "job", "configMap": {"name": f"{job.name}-job"}}]
     return own + [
         {"name": f"volume-{number}", **_source(volume)}
-        for number, volume in enumerate(job.launch.kubernetes.volumes)
+        for number, volume in enumerate(job.launch.settings(Kubernetes).volumes)
     ]
 
 
@@ -382,7 +385,7 @@ def network_policy(job: Job) -> Manifest:
     mine = {"podSelector": {"matchLabels": {JOB_NAME_LABEL: job.name}}}
     ingress: list[Manifest] = [{"from": [mine]}]
     if job.metrics.enabled:
-        last = job.metrics.port + job.launch.kubernetes.ranks_per_worker - 1
+        last = job.metrics.port + job.launch.settings(Kubernetes).ranks_per_worker - 1
         ingress.append(
             {
                 "from": [{"namespaceSelector": {}}],
@@ -407,7 +410,7 @@ def pod_monitor(job: Job) -> Manifest:
     ]
     endpoints = [
         {"port": f"metrics-{local_rank}", "interval": "15s", "relabelings": relabelings}
-        for local_rank in range(job.launch.kubernetes.ranks_per_worker)
+        for local_rank in range(job.launch.settings(Kubernetes).ranks_per_worker)
     ]
     return {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -425,7 +428,7 @@ def _as_prometheus(label: str) -> str:
 
 
 def _metadata(job: Job, name: str) -> Manifest:
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     labels = {MANAGED_BY: MANAGER, **_labels(job)}
     if kubernetes.queue is not None:
         labels["kueue.x-k8s.io/queue-name"] = kubernetes.queue
@@ -433,7 +436,7 @@ def _metadata(job: Job, name: str) -> Manifest:
 
 
 def _labels(job: Job) -> dict[str, str]:
-    return dict(job.launch.kubernetes.labels)
+    return dict(job.launch.settings(Kubernetes).labels)
 
 
 def _given(**fields: object) -> Manifest:

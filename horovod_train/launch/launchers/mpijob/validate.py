@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from horovod_train.config.kubernetes_rules import name_problems
 from horovod_train.errors import ConfigError, Problem, did_you_mean
 from horovod_train.launch.launchers.mpijob.document import Manifest, number, section, sections, text
+from horovod_train.launch.launchers.mpijob.rules import name_problems
 from horovod_train.system.optional import import_optional
 
 SCHEMA = Path(__file__).with_name("mpijob-v2beta1.json")

@@ -39,7 +39,7 @@ class Arguments(Section):
     nvme_path: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Folder on a disk, for nvme."""
 
-    zero_optimization: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
+    zero_optimization: dict[str, Any] = {}
     """Further settings of DeepSpeed's section of that name."""
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.launchers.allocation import AllocationLauncher, seconds
 from horovod_train.launch.launchers.horovodrun import HorovodrunLauncher
 from horovod_train.launch.launchers.mpirun import MpirunLauncher
-from horovod_train.launch.launchers.pbs import PbsLauncher
+from horovod_train.launch.launchers.pbs.launcher import PbsLauncher
 
 
 class PbsAllocationLauncher(AllocationLauncher):

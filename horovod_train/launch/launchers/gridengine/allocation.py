@@ -19,7 +19,7 @@ from pathlib import Path
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.launchers.allocation import AllocationLauncher, seconds
-from horovod_train.launch.launchers.gridengine import GridEngineLauncher
+from horovod_train.launch.launchers.gridengine.launcher import GridEngineLauncher
 from horovod_train.launch.mpi.start import mpi_of, start_of
 
 

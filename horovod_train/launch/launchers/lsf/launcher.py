@@ -9,6 +9,7 @@ from pathlib import Path
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.launchers.batch import SCRIPT, BatchLauncher, How, QueuedJob
+from horovod_train.launch.launchers.lsf import Lsf
 
 
 class LsfLauncher(BatchLauncher):
@@ -24,7 +25,7 @@ class LsfLauncher(BatchLauncher):
 
     def directives(self, request: LaunchRequest) -> list[str]:
         """Return the options of bsub."""
-        settings = request.job.launch.lsf
+        settings = request.job.launch.settings(Lsf)
         options = [
             f"-J {request.job.name}",
             f"-n {request.num_ranks}",

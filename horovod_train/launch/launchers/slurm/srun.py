@@ -20,6 +20,7 @@ from horovod_train.errors import LaunchError
 from horovod_train.horovod.mpi import Mpi
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.commands import call, find_program
+from horovod_train.launch.launchers.slurm import Slurm
 from horovod_train.launch.mpi.start import LABEL, ON_A_NODE, Start
 
 AUTOMATIC = {"auto", "srun"}
@@ -32,7 +33,7 @@ def start(mpi: Mpi, request: LaunchRequest) -> Start:
     Raises:
         LaunchError: Slurm and the MPI library have no interface in common.
     """
-    wanted = request.job.launch.slurm.mpi
+    wanted = request.job.launch.settings(Slurm).mpi
     interface = choose(mpi, offered()) if wanted in AUTOMATIC else wanted
     argv = [
         *(program(), f"--mpi={interface}", "--label", "--kill-on-bad-exit=1"),

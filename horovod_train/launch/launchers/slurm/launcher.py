@@ -10,6 +10,7 @@ from pathlib import Path
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.launchers.batch import SCRIPT, BatchLauncher, How, QueuedJob
+from horovod_train.launch.launchers.slurm import Slurm
 
 MAX_ID_CHARS, MAX_PATH_CHARS = 32, 4096
 
@@ -36,7 +37,7 @@ class SlurmLauncher(BatchLauncher):
 
     def directives(self, request: LaunchRequest) -> list[str]:
         """Return the options of sbatch."""
-        slurm = request.job.launch.slurm
+        slurm = request.job.launch.settings(Slurm)
         options = {
             "job-name": request.job.name,
             "ntasks": str(request.num_ranks),

@@ -13,8 +13,9 @@ from pathlib import PurePosixPath
 from horovod_train.config.fields import MAX_DNS_NAME
 from horovod_train.config.schema import Job
 from horovod_train.errors import Problem
+from horovod_train.launch.launchers.mpijob import NAME
+from horovod_train.launch.launchers.mpijob.settings import Kubernetes
 
-LAUNCHER = "mpijob"
 MAX_NAME = 63
 MAX_CONFIG_BYTES = 900_000
 # The API server allows 256 KiB, and this package adds its own annotations.
@@ -34,12 +35,12 @@ def num_workers(job: Job) -> int:
 
 def workers_for(job: Job, num_ranks: int) -> int:
     """Return the number of worker pods for a number of ranks."""
-    return -(-num_ranks // job.launch.kubernetes.ranks_per_worker)
+    return -(-num_ranks // job.launch.settings(Kubernetes).ranks_per_worker)
 
 
 def kubernetes_rules(job: Job) -> Iterator[Problem]:
     """Yield the problems that prevent a job from running as an MPIJob; none for other launchers."""
-    if job.launch.launcher != LAUNCHER:
+    if job.launch.launcher != NAME:
         return
     yield from name_problems("name", job.name, workers_for(job, job.launch.most_ranks))
     yield from _ranks(job)
@@ -72,7 +73,7 @@ def name_problems(field: str, name: str, num_workers: int) -> Iterator[Problem]:
 
 
 def _ranks(job: Job) -> Iterator[Problem]:
-    launch, kubernetes = job.launch, job.launch.kubernetes
+    launch, kubernetes = job.launch, job.launch.settings(Kubernetes)
     if launch.hosts:
         yield Problem("launch.hosts", str(launch.hosts), "has no meaning for an MPIJob: pods are its hosts")
     numbers = {"launch.num_ranks": launch.num_ranks or launch.most_ranks}
@@ -109,7 +110,7 @@ def _ranks(job: Job) -> Iterator[Problem]:
 
 
 def _metrics(job: Job) -> Iterator[Problem]:
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     if kubernetes.scrape_annotations and kubernetes.ranks_per_worker > 1:
         yield Problem(
             "launch.kubernetes.scrape_annotations",
@@ -138,7 +139,7 @@ def _metrics(job: Job) -> Iterator[Problem]:
 
 
 def _image(job: Job) -> Iterator[Problem]:
-    image = job.launch.kubernetes.image
+    image = job.launch.settings(Kubernetes).image
     if image is None:
         yield Problem(
             "launch.kubernetes.image",
@@ -156,7 +157,7 @@ def _image(job: Job) -> Iterator[Problem]:
 
 
 def _volumes(job: Job) -> Iterator[Problem]:
-    volumes = job.launch.kubernetes.volumes
+    volumes = job.launch.settings(Kubernetes).volumes
     for number, volume in enumerate(volumes):
         path = f"launch.kubernetes.volumes.{number}"
         kinds = [name for name in ("claim", "csi_driver") if getattr(volume, name) is not None]
@@ -208,7 +209,7 @@ def _environment(job: Job) -> Iterator[Problem]:
 
 
 def _scheduling(job: Job) -> Iterator[Problem]:
-    kubernetes = job.launch.kubernetes
+    kubernetes = job.launch.settings(Kubernetes)
     if kubernetes.gang == "none":
         for field in ("gang_queue", "gang_timeout_s"):
             if getattr(kubernetes, field) is not None:
@@ -236,10 +237,10 @@ def _scheduling(job: Job) -> Iterator[Problem]:
 
 def _labels(job: Job) -> Iterator[Problem]:
     for field in ("labels", "annotations"):
-        for key in getattr(job.launch.kubernetes, field):
+        for key in getattr(job.launch.settings(Kubernetes), field):
             if key.startswith(OWN_LABELS):
                 yield Problem(f"launch.kubernetes.{field}.{key}", "", f"{OWN_LABELS} belongs to the operator")
-    annotations = job.launch.kubernetes.annotations
+    annotations = job.launch.settings(Kubernetes).annotations
     size_bytes = sum(len(text.encode()) for pair in annotations.items() for text in pair)
     if size_bytes > MAX_ANNOTATIONS_BYTES:
         yield Problem(

@@ -11,6 +11,7 @@ from horovod_train.config.fields import words_of
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.launchers.batch import SCRIPT, BatchLauncher, How, QueuedJob
+from horovod_train.launch.launchers.gridengine import GridEngine
 
 
 class GridEngineLauncher(BatchLauncher):
@@ -22,7 +23,7 @@ class GridEngineLauncher(BatchLauncher):
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
         """Return the call of qsub."""
-        settings = request.job.launch.gridengine
+        settings = request.job.launch.settings(GridEngine)
         name, environment = request.job.name, settings.parallel_environment
         return (
             *("qsub", "-terse", "-N", name if name[0].isalpha() else f"job-{name}"),

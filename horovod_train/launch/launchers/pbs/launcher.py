@@ -16,6 +16,7 @@ from horovod_train.launch.launchers.batch import (
     How,
     QueuedJob,
 )
+from horovod_train.launch.launchers.pbs import Pbs
 
 # Job states of PBS that are not "active": queued, held, waiting, in transit, moved, begun (arrays);
 # exiting; finished, expired.
@@ -40,7 +41,7 @@ class PbsLauncher(BatchLauncher):
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
         """Return the call of qsub."""
-        settings = request.job.launch.pbs
+        settings = request.job.launch.settings(Pbs)
         return (
             *("qsub", "-N", request.job.name),
             # Written during the run, and appended to.
@@ -105,7 +106,7 @@ class PbsLauncher(BatchLauncher):
 
 def select(request: LaunchRequest) -> str:
     """Return the chunks that ranks need, such as ``2:ncpus=4:mpiprocs=4+1:ncpus=1:mpiprocs=1``."""
-    settings, ranks = request.job.launch.pbs, request.num_ranks
+    settings, ranks = request.job.launch.settings(Pbs), request.num_ranks
     per_chunk = min(settings.ranks_per_node or 1, ranks)
     whole, rest = divmod(ranks, per_chunk)
     chunks = [(whole, per_chunk), (1, rest)] if rest else [(whole, per_chunk)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.launchers.allocation import AllocationLauncher
-from horovod_train.launch.launchers.lsf import LsfLauncher
+from horovod_train.launch.launchers.lsf.launcher import LsfLauncher
 from horovod_train.launch.mpi import jsrun
 from horovod_train.launch.mpi.start import mpi_of, start_of, with_environment
 

@@ -18,8 +18,8 @@ from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.commands import call
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.launchers.allocation import AllocationLauncher
-from horovod_train.launch.launchers.slurm import SlurmLauncher
-from horovod_train.launch.mpi import srun
+from horovod_train.launch.launchers.slurm import Slurm, srun
+from horovod_train.launch.launchers.slurm.launcher import SlurmLauncher
 from horovod_train.launch.mpi.start import LABEL, Start, mpi_of, start_of, with_environment
 
 
@@ -71,7 +71,7 @@ class SlurmAllocationLauncher(AllocationLauncher):
 
 def start_in_allocation(mpi: Mpi, request: LaunchRequest) -> Start:
     """Return the start of ranks of the MPI controller, by mpirun or by srun (``launch.slurm.mpi``)."""
-    wanted = request.job.launch.slurm.mpi
+    wanted = request.job.launch.settings(Slurm).mpi
     has_mpirun = shutil.which("mpirun", path=str(mpi.programs)) is not None
     if wanted == "mpirun" or (wanted == "auto" and has_mpirun):
         return start_of(mpi, request, None)
