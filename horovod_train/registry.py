@@ -73,7 +73,7 @@ class Registry:
         found = self._attribute(location, name)
         return self._attribute(found.factory, name) if location.endswith(f":{SUPPORT}") else found
 
-    def support(self, name: str) -> Any | None:
+    def support(self, name: str) -> object | None:
         """Import and return the support object of a row or of ``module:SUPPORT``; None: there is none.
 
         Raises:

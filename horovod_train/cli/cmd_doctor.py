@@ -87,8 +87,7 @@ def _examine_kubernetes(
     from horovod_train.checks.finding import prevents_jobs
     from horovod_train.doctor.kubernetes import examine_cluster, examine_pods
     from horovod_train.doctor.network import AllreduceBenchmark
-    from horovod_train.launch.launchers.mpijob import NAME
-    from horovod_train.launch.launchers.mpijob.settings import Kubernetes
+    from horovod_train.launch.launchers.mpijob.settings import NAME, Kubernetes
     from horovod_train.launch.submit import resolve
 
     if job is None:

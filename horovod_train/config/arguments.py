@@ -12,6 +12,7 @@ from pydantic.json_schema import JsonSchemaValue
 from horovod_train.config.fields import Section
 from horovod_train.config.problems import explain
 from horovod_train.config.schema import Job
+from horovod_train.config.support import WithArguments
 from horovod_train.errors import HorovodTrainError, Problem
 from horovod_train.registry import CODECS, SCHEDULES, STRATEGIES, Registry
 
@@ -44,9 +45,9 @@ class ArgumentField:
             UnknownNameError: The table has no such row.
             UserError: The row cannot be imported.
         """
-        if (support := self.table.support(name)) is not None:
-            declared: type[Section] | None = support.arguments
-            return declared
+        support = self.table.support(name)
+        if isinstance(support, WithArguments):
+            return support.arguments
         found = self.table.load(name) if self.table.is_light and ":" not in name else None
         return found if isinstance(found, type) and issubclass(found, Section) else None
 

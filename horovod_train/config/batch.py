@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from horovod_train.config.fields import OneLine, Section, is_command
 from horovod_train.errors import Problem
@@ -43,7 +43,7 @@ class BatchSystem:
     name: str
     settings: type[Batch]
     array: str
-    options: Callable[[Any], Sequence[str]]
+    options: Callable[..., Sequence[str]]
     is_split: bool = False
     requires_mpi: bool = False
 

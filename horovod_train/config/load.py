@@ -26,7 +26,9 @@ from horovod_train.config.path_rules import no_such_file
 from horovod_train.config.problems import explain, field_path, shorten
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
+from horovod_train.config.support import launcher_sections
 from horovod_train.errors import ConfigError, Problem
+from horovod_train.registry import LAUNCHERS
 
 ENV_PREFIX = "HOROVOD_TRAIN__"
 MAX_FILE_BYTES = 4 * 1024 * 1024
@@ -438,5 +440,14 @@ def _drop(tree: Tree, location: tuple[str | int, ...]) -> None:
 
 
 def dump_job(job: Job) -> str:
-    """Return the resolved job as JSON, which ranks load."""
-    return job.model_dump_json(indent=2) + "\n"
+    """Return the resolved job as JSON, which ranks load.
+
+    It has no sections of launchers of other packages that the job does not set: where the ranks run, these
+    packages may be missing.
+    """
+    unset = {
+        section
+        for section, launcher, _ in launcher_sections()
+        if launcher not in LAUNCHERS.builtin and section not in job.launch.model_fields_set
+    }
+    return job.model_dump_json(indent=2, exclude={"launch": unset}) + "\n"

@@ -124,9 +124,9 @@ class LauncherSupport:
         has_own_image: Ranks run in an image of the launcher, which contains the code of the job.
     """
 
-    factory: str
-    section: str
-    settings: type[Section]
+    factory: str = ""
+    section: str = ""
+    settings: type[Section] = NoArguments
     rules: Callable[[Job], Iterator[Problem]] | None = None
     has_own_image: bool = False
 
@@ -140,8 +140,8 @@ def launcher_sections() -> Iterator[tuple[str, str, type[Section]]]:
 def launchers_with_support() -> Iterator[tuple[str, LauncherSupport]]:
     """Yield the launchers that declare anything, with what they declare."""
     for name in LAUNCHERS.rows:
-        support: LauncherSupport | None = _support_of(LAUNCHERS, name, None)
-        if support is not None:
+        support = _support_of(LAUNCHERS, name, LauncherSupport())
+        if support.section:
             yield name, support
 
 
@@ -167,15 +167,16 @@ def strategies_with_support() -> Iterator[tuple[str, StrategySupport]]:
 
 
 def _support_of(table: Registry, name: str, default: Support_) -> Support_:
-    """Return the support object of a row.
+    """Return the support object of a row, which is of the type of ``default``.
 
-    A row that cannot be imported has that of ``default``: ``rules.names_are_known`` reports it.
+    A row without one, or that cannot be imported, has ``default``: ``rules.names_are_known`` reports the
+    latter.
     """
     try:
-        found: Support_ | None = table.support(name)
+        found = table.support(name)
     except HorovodTrainError:
         return default
-    return default if found is None else found
+    return found if isinstance(found, type(default)) else default
 
 
 def factors_of_rule(rule: str) -> Scaled:

@@ -16,12 +16,11 @@ from horovod_train.doctor.network import AllreduceBenchmark, History, compare
 from horovod_train.errors import HorovodTrainError, LaunchError
 from horovod_train.events.types import AllreduceTime
 from horovod_train.launch.base import LaunchRequest, Submitted
-from horovod_train.launch.launchers.mpijob import NAME
 from horovod_train.launch.launchers.mpijob.cluster import CUSTOM, GROUP, KUEUE, PLURAL, VERSION, Cluster
 from horovod_train.launch.launchers.mpijob.document import section, text, texts
 from horovod_train.launch.launchers.mpijob.launcher import MpiJobLauncher
 from horovod_train.launch.launchers.mpijob.rules import num_workers
-from horovod_train.launch.launchers.mpijob.settings import Kubernetes
+from horovod_train.launch.launchers.mpijob.settings import NAME, Kubernetes
 
 PODS_TIMEOUT_S = 900.0
 POLL_S = 2.0

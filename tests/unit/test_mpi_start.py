@@ -16,7 +16,8 @@ from horovod_train.errors import EngineError, LaunchError, UserError
 from horovod_train.horovod import environment, launched, mpi
 from horovod_train.horovod.launched import refuse_other_launchers, require_world
 from horovod_train.horovod.mpi import Mpi, find_mpi, find_wrapper, installed_mpi, record_mpi
-from horovod_train.launch.mpi import jsrun, srun, start
+from horovod_train.launch.launchers.slurm import srun
+from horovod_train.launch.mpi import jsrun, start
 from horovod_train.launch.mpi.start import mpi_of, start_of
 from horovod_train.launch.submit import automatic_launcher, resolve
 

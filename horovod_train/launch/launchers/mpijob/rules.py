@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from horovod_train.config.fields import MAX_DNS_NAME
-from horovod_train.config.schema import Job
 from horovod_train.errors import Problem
-from horovod_train.launch.launchers.mpijob import NAME
-from horovod_train.launch.launchers.mpijob.settings import Kubernetes
+from horovod_train.launch.launchers.mpijob.settings import NAME, Kubernetes
+
+if TYPE_CHECKING:
+    from horovod_train.config.schema import Job
 
 MAX_NAME = 63
 MAX_CONFIG_BYTES = 900_000

@@ -1,4 +1,4 @@
-"""The section ``launch.kubernetes``. Rules that relate its fields are in ``kubernetes_rules.py``."""
+"""The section ``launch.kubernetes``. Rules that relate its fields are in ``rules.py``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, StringConstraints
 
 from horovod_train.config.fields import DNS_NAME, MAX_DNS_NAME, Count, OneLine, Section
+
+NAME = "mpijob"
+"""Name of the launcher."""
 
 DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 """At most 63 lower-case letters, digits and dashes."""
