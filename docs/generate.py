@@ -1,7 +1,7 @@
 """Write the parts of the documentation that follow from the code.
 
     docs/job.md                      every field of a job description
-    docs/arguments.md                arguments of strategies, codecs and schedules
+    docs/arguments.md                arguments of strategies, codecs, schedules and trackers
     docs/events.md                   every kind of event
     docs/images/learning-rate.svg    the schedule on 1, 4 and 16 ranks
     docs/monitoring.md               the tables of metrics

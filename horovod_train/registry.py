@@ -360,11 +360,11 @@ TRACKERS = Registry(
     kind="tracker",
     group="horovod_train.trackers",
     builtin={
-        "csv": "horovod_train.telemetry.trackers.csv_file:CsvFile",
-        "jsonl": "horovod_train.telemetry.trackers.json_lines:JsonLines",
-        "mlflow": "horovod_train.telemetry.trackers.mlflow:MlFlow",
-        "tensorboard": "horovod_train.telemetry.trackers.tensorboard:TensorBoard",
-        "wandb": "horovod_train.telemetry.trackers.wandb:WeightsAndBiases",
+        "csv": "horovod_train.telemetry.trackers.csv_file:SUPPORT",
+        "jsonl": "horovod_train.telemetry.trackers.json_lines:SUPPORT",
+        "mlflow": "horovod_train.telemetry.trackers.mlflow:SUPPORT",
+        "tensorboard": "horovod_train.telemetry.trackers.tensorboard:SUPPORT",
+        "wandb": "horovod_train.telemetry.trackers.wandb:SUPPORT",
     },
 )
 
@@ -387,6 +387,9 @@ HOOKS = (  # hooks of jobs: the observers, and those that need checkpoints
     "horovod_train.training.hooks.preemption:StopWhenPreempted",
     "horovod_train.training.hooks.python_state:WatchPythonState",  # after the exchange between ranks
 )
+
+EXAMPLE_TASK = "digits"
+"""Task that needs no data of the user."""
 
 TASKS = Registry(
     kind="task",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Unpack
 import click
 
 from horovod_train.cli.options import LaunchOptions, job_of, launch_options
+from horovod_train.registry import EXAMPLE_TASK
 
 if TYPE_CHECKING:
     from horovod_train.checks.finding import Finding
@@ -69,7 +70,7 @@ def _examine_hosts(
         if not options["hosts"] and not options["hostfile"] and options["num_ranks"] is None:
             options["num_ranks"] = 2
     with tempfile.TemporaryDirectory(prefix="horovod_train-doctor-") as folder:
-        found = resolve(job_of([job or "digits"], **options), options["run_id"])
+        found = resolve(job_of([job or EXAMPLE_TASK], **options), options["run_id"])
         request = replace(found, run_dir=Path(folder))
         elastic = request.job.launch.elastic
         if elastic is not None and elastic.discover is not None:
@@ -91,7 +92,9 @@ def _examine_kubernetes(
     from horovod_train.launch.submit import resolve
 
     if job is None:
-        settings = resolve(job_of(["digits"], **options), options["run_id"]).job.launch.settings(Kubernetes)
+        settings = resolve(job_of([EXAMPLE_TASK], **options), options["run_id"]).job.launch.settings(
+            Kubernetes
+        )
         return list(examine_cluster(None, settings)), AllreduceBenchmark()
     options["launcher"] = NAME
     request = resolve(job_of([job], **options), options["run_id"])

@@ -14,7 +14,7 @@ from horovod_train.config.problems import explain
 from horovod_train.config.schema import Job
 from horovod_train.config.support import WithArguments
 from horovod_train.errors import HorovodTrainError, Problem
-from horovod_train.registry import CODECS, SCHEDULES, STRATEGIES, Registry
+from horovod_train.registry import CODECS, SCHEDULES, STRATEGIES, TRACKERS, Registry
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class ArgumentField:
             if model is not None and model.model_fields:
                 yield name, model
 
-    def problems(self, name: str, args: Mapping[str, object]) -> Iterator[Problem]:
-        """Yield the problems of a row's arguments."""
+    def problems(self, name: str, args: Mapping[str, object], path: str = "") -> Iterator[Problem]:
+        """Yield the problems of a row's arguments, which are at ``path``; empty: that of this field."""
         try:
             model = self.model(name)
         except HorovodTrainError:
@@ -73,11 +73,11 @@ class ArgumentField:
             model.model_validate(args)
         except ValidationError as error:
             for problem in explain(error, model):
-                yield self._with_owners(problem)
+                yield self._with_owners(problem, path or self.path)
 
-    def _with_owners(self, problem: Problem) -> Problem:
+    def _with_owners(self, problem: Problem, field: str) -> Problem:
         """Return the problem with its whole path and, for an argument of other rows, with their names."""
-        path, hint = f"{self.path}.{problem.path}", problem.hint
+        path, hint = f"{field}.{problem.path}", problem.hint
         if problem.message == "is not a known field":
             owners = [name for name, model in self.models() if problem.path in model.model_fields]
             hint = f"it belongs to {self.name}: {' or '.join(owners)}" if owners else hint
@@ -87,7 +87,8 @@ class ArgumentField:
 DECAY_ARGS = ArgumentField(SCHEDULES, "lr", "decay", "decay_args")
 STRATEGY_ARGS = ArgumentField(STRATEGIES, "strategy")
 CODEC_ARGS = ArgumentField(CODECS, "allreduce.codec")
-ARGUMENT_FIELDS = (STRATEGY_ARGS, CODEC_ARGS, DECAY_ARGS)
+TRACKER_ARGS = ArgumentField(TRACKERS, "metrics.trackers")
+ARGUMENT_FIELDS = (STRATEGY_ARGS, CODEC_ARGS, DECAY_ARGS, TRACKER_ARGS)
 
 
 def job_schema() -> JsonSchemaValue:

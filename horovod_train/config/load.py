@@ -28,7 +28,7 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.config.support import launcher_sections
 from horovod_train.errors import ConfigError, Problem
-from horovod_train.registry import LAUNCHERS
+from horovod_train.registry import EXAMPLE_TASK, LAUNCHERS
 
 ENV_PREFIX = "HOROVOD_TRAIN__"
 MAX_FILE_BYTES = 4 * 1024 * 1024
@@ -420,7 +420,7 @@ def _without_bad_fields(tree: Tree, error: ValidationError) -> Job | None:
     for details in error.errors(include_url=False):
         location = field_path(details["loc"])
         _drop(pruned, location[:-1] if details["type"] == "missing" else location)
-    stand_ins = {"name": "unnamed", "task": "digits"}
+    stand_ins = {"name": "unnamed", "task": EXAMPLE_TASK}
     try:
         return Job.model_validate({**stand_ins, **pruned})
     except ValidationError:

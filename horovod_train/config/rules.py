@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from horovod_train.config.arguments import CODEC_ARGS, STRATEGY_ARGS
+from horovod_train.config.arguments import CODEC_ARGS, STRATEGY_ARGS, TRACKER_ARGS
 from horovod_train.config.fields import is_command, name_of, slots_of
 from horovod_train.config.lr_rules import CODE_TABLES, LR_RULES
 from horovod_train.config.optimization import AUTO
@@ -332,6 +332,12 @@ def codec_is_available(job: Job) -> Iterator[Problem]:
         )
 
 
+def tracker_arguments_fit(job: Job) -> Iterator[Problem]:
+    """Check the arguments of trackers."""
+    for place, tracker in enumerate(job.metrics.trackers):
+        yield from TRACKER_ARGS.problems(tracker.name, tracker.args, f"metrics.trackers.{place}.args")
+
+
 SCRIPT_ARGS = {"arguments", "batch_size"}
 # Sections that are not for scripts, which decide these settings themselves.
 OF_JOBS = ("train", "optimizer", "lr", "data", "allreduce", "strategy", "evaluation", "checkpoint")
@@ -384,6 +390,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     strategy_is_available,
     strategy_supports_job,
     codec_is_available,
+    tracker_arguments_fit,
     script_is_supported,
 )
 

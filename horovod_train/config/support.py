@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from horovod_train.config.axes import Axes
 from horovod_train.config.fields import Section
 from horovod_train.config.optimization import Scaled
 from horovod_train.errors import HorovodTrainError, Problem
-from horovod_train.registry import CODECS, FRAMEWORKS, LAUNCHERS, SCALINGS, STRATEGIES, Registry
+from horovod_train.registry import CODECS, FRAMEWORKS, LAUNCHERS, SCALINGS, STRATEGIES, TRACKERS, Registry
 
 if TYPE_CHECKING:
     from horovod_train.config.memory import JobSizes, MemoryEstimate
@@ -129,6 +131,31 @@ class LauncherSupport:
     settings: type[Section] = NoArguments
     rules: Callable[[Job], Iterator[Problem]] | None = None
     has_own_image: bool = False
+
+
+@dataclass(frozen=True)
+class TrackerSupport(WithArguments):
+    """What a tracker declares.
+
+    Attributes:
+        default_place: File or folder to which it writes without an argument ``path`` or ``uri``, relative to
+            the folder of the job's runs; empty: it is not known.
+    """
+
+    default_place: str = ""
+
+    def place(self, folder: Path, args: Mapping[str, object]) -> str:
+        """Return the file, folder or address to which it writes; if it is not known, its arguments."""
+        if isinstance(uri := args.get("uri"), str):
+            return uri
+        if not self.default_place:
+            return ", ".join(f"{key}={value}" for key, value in args.items()) or "(a tracker of its own)"
+        return os.path.normpath(folder / str(args.get("path") or self.default_place))
+
+
+def tracker_support(name: str) -> TrackerSupport:
+    """Return what a tracker declares; one without a support object declares nothing."""
+    return _support_of(TRACKERS, name, TrackerSupport(arguments=None))
 
 
 def launcher_sections() -> Iterator[tuple[str, str, type[Section]]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from pathlib import Path
 from time import time
 
 import numpy as np
 
+from horovod_train.config.support import TrackerSupport, tracker_support
 from horovod_train.errors import result_of
 from horovod_train.events.types import PHASES
 from horovod_train.events.wire import parse_line
@@ -20,6 +20,7 @@ from horovod_train.monitor.history import History, as_json
 from horovod_train.monitor.live import finite
 from horovod_train.monitor.rank_series import RankSeries, Window, joined
 from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
+from horovod_train.registry import TRACKERS
 from horovod_train.system.files import open_regular
 from horovod_train.telemetry.catalog import SHOWN_NUMBERS
 
@@ -128,23 +129,13 @@ def trackers_of(log_dir: Path) -> list[Json]:
         found = [(str(each["name"]), dict(each.get("args") or {})) for each in sections[:MAX_TRACKERS]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
-    return [{"name": name, "place": _place_of_tracker(log_dir.parent, name, args)} for name, args in found]
+    return [{"name": name, "place": _place(name, log_dir.parent, args)} for name, args in found]
 
 
-def _place_of_tracker(folder: Path, name: str, args: Json) -> str:
-    """Return the file, folder or address to which a tracker writes; for other trackers, their arguments."""
-    defaults = {
-        "csv": "metrics.csv",
-        "jsonl": "metrics.jsonl",
-        "tensorboard": "tensorboard",
-        "wandb": "wandb",
-        "mlflow": "../mlflow.db",
-    }
-    if isinstance(uri := args.get("uri"), str):
-        return uri
-    if name not in defaults:
-        return ", ".join(f"{key}={value}" for key, value in args.items()) or "(a tracker of its own)"
-    return os.path.normpath(folder / str(args.get("path") or defaults[name]))
+def _place(name: str, folder: Path, args: Json) -> str:
+    # The file is not trusted: nothing that it names is imported, but for rows of the registry.
+    support = tracker_support(name) if name in TRACKERS.rows else TrackerSupport()
+    return support.place(folder, args)
 
 
 def finite_or_none(value: float | None) -> float | None:

@@ -7,9 +7,21 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from horovod_train.config.fields import Section
+from horovod_train.config.support import TrackerSupport
 from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun
 
 COLUMNS = ("run", "step", "epochs", "name", "value")
+
+
+class Arguments(Section):
+    """Arguments of the CSV file, which has a row for each value of all runs of a job."""
+
+    path: str | None = None
+    """File, relative to the folder of the job's runs; null: ``metrics.csv``."""
+
+
+SUPPORT = TrackerSupport(f"{__name__}:CsvFile", Arguments, default_place="metrics.csv")
 
 
 class CsvFile:

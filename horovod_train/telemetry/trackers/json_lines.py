@@ -9,10 +9,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from horovod_train.config.fields import Section
+from horovod_train.config.support import TrackerSupport
 from horovod_train.system.files import write_atomic
 from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, kind_of
 
 Entry = dict[str, Any]
+
+
+class Arguments(Section):
+    """Arguments of the file with a JSON object for each step of all runs of a job."""
+
+    path: str | None = None
+    """File, relative to the folder of the job's runs; null: ``metrics.jsonl``."""
+
+
+SUPPORT = TrackerSupport(f"{__name__}:JsonLines", Arguments, default_place="metrics.jsonl")
 
 
 class JsonLines:

@@ -16,7 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 from zlib import crc32
 
+from horovod_train.config.fields import Section
 from horovod_train.config.flatten import flat
+from horovod_train.config.support import TrackerSupport
 from horovod_train.errors import UserError
 from horovod_train.system.optional import import_optional
 from horovod_train.telemetry.trackers.base import OneValuePerStep, SummaryValues, TrackedRun
@@ -33,6 +35,19 @@ LEFT_S = 3600.0
 DATABASE = "mlflow.db"
 FOLDER_TAG, RUN_TAG = "horovod_train.folder", "horovod_train.run_id"
 STATES = {"succeeded": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+
+
+class Arguments(Section):
+    """Arguments of MLflow."""
+
+    uri: str | None = None
+    """Tracking URI; null: ``MLFLOW_TRACKING_URI``, or else the database ``mlflow.db`` in ``run_dir``."""
+
+    experiment: str | None = None
+    """Name of the experiment; null: ``MLFLOW_EXPERIMENT_NAME``, or else the name of the job."""
+
+
+SUPPORT = TrackerSupport(f"{__name__}:MlFlow", Arguments, default_place="../mlflow.db")
 
 
 class MlFlow:

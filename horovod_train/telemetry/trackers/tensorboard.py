@@ -10,13 +10,25 @@ from pathlib import Path
 from time import time
 from types import ModuleType
 
+from horovod_train.config.fields import Section
 from horovod_train.config.flatten import flat
+from horovod_train.config.support import TrackerSupport
 from horovod_train.system.optional import import_optional
 from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, kind_of
 
 VERSION = "brain.Event:2"
 HEAD_BYTES, CHECKSUM_BYTES = 12, 4  # of a TFRecord: length (8) and its checksum; checksum of the data
 EXTRA = "pip install 'horovod_train[tensorboard]'"
+
+
+class Arguments(Section):
+    """Arguments of TensorBoard's event files."""
+
+    path: str | None = None
+    """Folder, relative to the folder of the job's runs; null: ``tensorboard``."""
+
+
+SUPPORT = TrackerSupport(f"{__name__}:TensorBoard", Arguments, default_place="tensorboard")
 
 
 class TensorBoard:

@@ -9,7 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from horovod_train.config.fields import Section
 from horovod_train.config.flatten import flat
+from horovod_train.config.support import TrackerSupport
 from horovod_train.errors import UserError
 from horovod_train.system.optional import import_optional
 from horovod_train.telemetry.trackers.base import OneValuePerStep, SummaryValues, TrackedRun, kind_of
@@ -17,6 +19,22 @@ from horovod_train.telemetry.trackers.base import OneValuePerStep, SummaryValues
 EXTRA = "pip install 'horovod_train[wandb]'"
 FILE_HEADER_BYTES, BLOCK_BYTES, RECORD_HEADER_BYTES = 7, 32 * 1024, 7
 FIRST, MIDDLE = 2, 3  # types of a record that continues
+
+
+class Arguments(Section):
+    """Arguments of Weights & Biases."""
+
+    project: str | None = None
+    """Name of the project; null: ``WANDB_PROJECT``, or else the name of the job."""
+
+    entity: str | None = None
+    """Name of the account or team; null: that of the API key."""
+
+    mode: Literal["online", "offline"] | None = None
+    """online or offline; null: ``WANDB_MODE``, or else online if ``WANDB_API_KEY`` is set."""
+
+
+SUPPORT = TrackerSupport(f"{__name__}:WeightsAndBiases", Arguments, default_place="wandb")
 
 
 class WeightsAndBiases:

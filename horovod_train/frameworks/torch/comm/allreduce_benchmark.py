@@ -28,6 +28,7 @@ from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, t
 from horovod_train.frameworks.torch.comm.mpi import mpi
 from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.horovod.environment import from_slurm
+from horovod_train.registry import EXAMPLE_TASK
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -44,7 +45,7 @@ PAIR_ROUNDS = 5
 def main() -> None:
     """Run the benchmark; rank 0 reports the results."""
     os.environ.update(from_slurm(os.environ))
-    job = Job(name="doctor", task="digits", launch=Launch(share_gpus=True))
+    job = Job(name="doctor", task=EXAMPLE_TASK, launch=Launch(share_gpus=True))
     world = connect(TorchCommunicator, job)
     reporter = Reporter(world.rank, as_json=True, channel=channel_of(os.environ))
     times = measure(world, "horovod", horovod_sum(world, torch.device("cpu")))
