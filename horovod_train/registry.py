@@ -1,10 +1,11 @@
 """Registries: tables from names in a job description to import paths.
 
 A row ``name -> "module:attribute"`` is imported on first use, so that ``--help`` imports nothing. It leads to
-a class or function, or, as ``module:SUPPORT``, to an object that declares what a job may ask of it
-(``config/support.py``). Validation imports such a module, which therefore imports no framework; the attribute
-``factory`` of the object leads to the class or function. Other packages add rows through entry points. These
-rows cannot replace rows of this package, and a row that cannot be imported affects only jobs that use it.
+a class or function, or, as ``module:SUPPORT`` (or another name with this end), to an object that declares
+what a job may ask of it (``config/support.py``). Validation imports such a module, which therefore imports no
+framework; the attribute ``factory`` of the object leads to the class or function. Other packages add rows
+through entry points. These rows cannot replace rows of this package, and a row that cannot be imported
+affects only jobs that use it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from horovod_train.errors import UnknownNameError, UserError
 
 SUPPORT = "SUPPORT"
-"""Name of the object in a module that declares what a job may ask of a row."""
+"""End of the name of an object that declares what a job may ask of a row."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Registry:
         """
         location = name if ":" in name else self.location(name)
         found = self._attribute(location, name)
-        return self._attribute(found.factory, name) if location.endswith(f":{SUPPORT}") else found
+        return self._attribute(found.factory, name) if location.endswith(SUPPORT) else found
 
     def support(self, name: str) -> object | None:
         """Import and return the support object of a row or of ``module:SUPPORT``; None: there is none.
@@ -81,7 +82,7 @@ class Registry:
             UserError: The import path is not valid.
         """
         location = name if ":" in name else self.location(name)
-        return self._attribute(location, name) if location.endswith(f":{SUPPORT}") else None
+        return self._attribute(location, name) if location.endswith(SUPPORT) else None
 
     def _attribute(self, location: str, name: str) -> Any:
         if location.rpartition(":")[0].endswith(".py"):

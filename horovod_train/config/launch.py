@@ -22,6 +22,7 @@ from horovod_train.config.fields import (
     slots_of,
 )
 from horovod_train.config.support import launcher_sections
+from horovod_train.errors import UserError
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -177,8 +178,18 @@ class LaunchFields(Section):
         return most or self.num_ranks or self.slots or 1
 
     def settings(self, model: type[Settings]) -> Settings:
-        """Return the section of a launcher, such as ``launch.slurm``, by its model."""
-        return next(section for _, section in self if type(section) is model)
+        """Return the section of a launcher, such as ``launch.slurm``, by its model.
+
+        Raises:
+            UserError: The package of the launcher could not be imported when this module was.
+        """
+        for _, section in self:
+            if type(section) is model:
+                return section
+        raise UserError(
+            f"launch has no section with the settings {model.__module__}.{model.__name__}",
+            hint="the module of a support object may not import horovod_train.config.schema or launch",
+        )
 
 
 def _with_sections() -> type[LaunchFields]:

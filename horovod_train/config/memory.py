@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from horovod_train.config.schema import Job
 from horovod_train.config.support import strategies_with_support
+
+if TYPE_CHECKING:
+    from horovod_train.config.schema import Job
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ class Recorder(importlib.machinery.PathFinder):
     """Finds modules as Python does, and wraps the stations in those that have some."""
 
     folder = Path()
-    stations: dict[str, list[str]] = {}  # noqa: RUF012  (finders are classes that Python never instantiates)
-    seen: set[tuple[str, ...]] = set()  # noqa: RUF012  (as above)
+    stations: dict[str, list[str]] = {}
+    seen: set[tuple[str, ...]] = set()
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
