@@ -218,6 +218,8 @@ LAUNCHERS = Registry(
         "gridengine-allocation": (
             "horovod_train.launch.launchers.gridengine.allocation:GridEngineAllocationLauncher"
         ),
+        "flux": "horovod_train.launch.launchers.flux:SUPPORT",
+        "flux-allocation": "horovod_train.launch.launchers.flux.launcher:FluxAllocationLauncher",
         "lsf": "horovod_train.launch.launchers.lsf:SUPPORT",
         "lsf-allocation": "horovod_train.launch.launchers.lsf.allocation:LsfAllocationLauncher",
     },

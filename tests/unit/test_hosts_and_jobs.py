@@ -430,15 +430,17 @@ class TestSignsOfLife:
 
     @pytest.mark.parametrize("is_counted", [True, False])
     def test_a_rank_that_would_compute_if_others_let_it_is_not_either(self, host, monkeypatch, is_counted):
-        if not is_counted:  # as while it has not run at all since it began to wait
-            monkeypatch.setattr(agent, "cpu_wait_s", lambda _: 0.0)
         place = {min(os.sched_getaffinity(0))}
         spin = "import os; os.sched_setaffinity(0, {0}); os.nice({1})\nwhile True: pass".format
         with self.sleeper(spin(place, 0)) as other, self.sleeper(spin(place, 19)) as process:
             wait_until(lambda: sum(psutil.Process(other.pid).cpu_times()[:2]) > 0.2)
             wait_until(lambda: psutil.Process(process.pid).nice() == 19)
             self.beat(host, process, 100)
-            before_s = sum(psutil.Process(process.pid).cpu_times()[:2])
+            times = psutil.Process(process.pid).cpu_times()
+            before_s = sum(times[:2])
+            if not is_counted:  # as while it has not run at all since it began to wait
+                monkeypatch.setattr(agent, "cpu_wait_s", lambda _: 0.0)
+                monkeypatch.setattr(psutil.Process, "cpu_times", lambda _: times)
             looks = []
             for _ in range(6):
                 looks += host.unresponsive_ranks(1.0)

@@ -180,11 +180,11 @@ class TestInALoopOfOnesOwn:
             with ht.init(device="cpu") as session:
                 model = nn.Linear(1, 1)
                 replica = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
-                loader, metrics = session.loader(Line(), batch_size=2), session.metrics(port=0)
+                loader, _ = session.loader(Line(), batch_size=2), session.metrics(port=0)
                 for step in loader.epoch(0, replica):
                     for x, y in step:
                         step.backward((model(x) - y).square().mean())
-                    metrics.record(step, step.finish(lr=0.1), 0.1, 0.0)
+                    step.finish(lr=0.1)
                     monkeypatch.setattr(deferred.DeferredOutcome, "outcome", broken)
                     raise ValueError("their own")
 
