@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import site
 import subprocess
 import sys
@@ -57,7 +58,12 @@ def run(*command, **more):
 def installed(tmp_path_factory):
     """The program of an environment with wheels of this package and of the other one."""
     folder = tmp_path_factory.mktemp("outside")
-    for source in (ROOT, PLUGIN):
+    # Copies, because a build writes to its source.
+    shutil.copytree(PLUGIN, folder / "outside")
+    shutil.copytree(ROOT / "horovod_train", folder / "ours" / "horovod_train")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "ours")
+    for source in (folder / "ours", folder / "outside"):
         build = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation")
         done = run(*build, "-w", folder / "wheels", source, cwd=folder)
         assert done.returncode == 0, done.stderr
