@@ -26,6 +26,9 @@ from horovod_train.errors import UserError
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
+AUTO = "auto"
+"""The launcher is chosen when a job starts."""
+
 
 class Ssh(Section):
     """Options of ssh, in addition to the user's ssh configuration."""
@@ -114,7 +117,7 @@ class Elastic(Section):
 class LaunchFields(Section):
     """Number of ranks, hosts and launcher."""
 
-    launcher: Annotated[str, StringConstraints(min_length=1)] = "auto"
+    launcher: Annotated[str, StringConstraints(min_length=1)] = AUTO
     """Name of a launcher, or auto: horovodrun, or a single process for one rank."""
 
     num_ranks: Annotated[int, Field(ge=1, le=100_000)] | None = None
@@ -170,6 +173,12 @@ class LaunchFields(Section):
     def slots(self) -> int:
         """Total number of slots of ``hosts``; 0: ``hosts`` is empty."""
         return sum(map(slots_of, self.hosts))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one rank starts on this machine."""
+        is_elsewhere = self.hosts or (self.elastic is not None and self.elastic.discover is not None)
+        return not is_elsewhere and self.most_ranks == 1
 
     @property
     def most_ranks(self) -> int:

@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from horovod_train.config.launch import Launch
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError
 from horovod_train.launch.hosts.hostlist import Host, hosts_of
 from horovod_train.launch.hosts.ssh import ssh_config
+
+if TYPE_CHECKING:
+    from horovod_train.launch.console import JobConsole
 
 State = Literal[
     "waiting", "starting", "running", "leaving", "succeeded", "failed", "preempted", "cancelled", "unknown"
@@ -204,19 +208,41 @@ class Submitted:
 class Launcher(Protocol):
     """Interface of launchers, which start jobs and report their status.
 
-    A launcher is created without arguments. If it starts ranks from this process, it also has a method
-    ``run(request, plan, console)``, which supervises the job and returns its exit code. For other launchers,
-    ``horovod-train run`` submits the job, follows its log, and waits for its end. If it reads hosts from the
-    environment, it has ``hosts(environ)``, which returns the hosts of jobs that list none. If the native ID
-    of a job is partly known before its start, it has ``early_id(request)``, which ends with a slash.
+    A launcher is created without arguments. ``PolledLauncher`` has defaults of the members that are not about
+    a job. If ``starts_ranks_here``, ``horovod-train run`` calls ``run``; otherwise, it submits the job,
+    follows its log, and waits for its end.
 
     Attributes:
         has_local_files: Whether the run folder is on this machine.
         queries_a_server: Whether a query of the status calls another system, such as Slurm or Kubernetes.
+        starts_ranks_here: Whether ranks are started and supervised by this process.
+        uses_this_machine: Whether ranks run on this machine if the job lists no hosts.
     """
 
     has_local_files: bool
     queries_a_server: bool
+    starts_ranks_here: bool
+    uses_this_machine: bool
+
+    def suits(self, launch: Launch) -> bool:
+        """Return whether ``launch.launcher: auto`` may choose this launcher; the first of the registry is."""
+        ...
+
+    def hosts(self, environ: Mapping[str, str]) -> list[str]:
+        """Return the hosts of jobs that list none, as ``host:slots``; empty: this machine.
+
+        Raises:
+            LaunchError: They cannot be determined.
+        """
+        ...
+
+    def early_id(self, request: LaunchRequest) -> str:
+        """Return the known beginning of the native ID before the start: empty, or ends with a slash."""
+        ...
+
+    def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
+        """Start the ranks, supervise them until all have exited, and return the exit code of the job."""
+        ...
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan that starts the ranks; has no effect.
@@ -268,6 +294,27 @@ class PolledLauncher:
     """Base class of launchers that poll the status of a job every ``poll_s`` seconds."""
 
     poll_s = 1.0
+    starts_ranks_here = False
+    uses_this_machine = False
+
+    def suits(self, launch: Launch) -> bool:
+        """Return False."""
+        del launch
+        return False
+
+    def hosts(self, environ: Mapping[str, str]) -> list[str]:
+        """Return no hosts."""
+        del environ
+        return []
+
+    def early_id(self, request: LaunchRequest) -> str:
+        """Return an empty text."""
+        del request
+        return ""
+
+    def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
+        """Start ranks and supervise them, if ``starts_ranks_here``."""
+        raise NotImplementedError
 
     def status(self, job: Submitted) -> JobStatus:
         """Return the status of a job."""

@@ -12,13 +12,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from horovod_train.config.launch import Launch
+from horovod_train.config.launch import AUTO, Launch
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
 from horovod_train.errors import KeyUsedError, LaunchError, UnansweredError
 from horovod_train.events.types import Progress
 from horovod_train.events.wire import parse_line
-from horovod_train.horovod.mpi import installed_mpi
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.hosts.hostlist import interface_towards
 from horovod_train.launch.jobs import (
@@ -40,13 +39,8 @@ if TYPE_CHECKING:
 def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
     """Resolve values of a job that depend on this machine: paths, launcher, hosts, ranks and interface."""
     launch = job.launch
-    is_elsewhere = launch.hosts or (launch.elastic is not None and launch.elastic.discover is not None)
-    is_alone = not is_elsewhere and launch.most_ranks == 1
-    name = launch.launcher
-    if name == "auto":
-        name = "local" if is_alone else automatic_launcher(launch)
-    launcher = launcher_named(name)
-    hosts = launch.hosts or (launcher.hosts(os.environ) if hasattr(launcher, "hosts") else [])
+    name = automatic_launcher(launch) if launch.launcher == AUTO else launch.launcher
+    hosts = launch.hosts or launcher_named(name).hosts(os.environ)
     base = Path(job.run_dir).expanduser().resolve()
     launch = launch.model_copy(update={"launcher": name, "hosts": hosts})
     num_ranks = launch.num_ranks or min(launch.slots or launch.most_ranks, launch.most_ranks)
@@ -65,14 +59,8 @@ def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
 
 
 def automatic_launcher(launch: Launch) -> str:
-    """Return the launcher of several ranks: horovodrun, unless it does not support the MPI library.
-
-    The hosts of a container need no engine, and so no horovodrun.
-    """
-    if launch.container is not None and launch.controller == "mpi":
-        return "mpirun"
-    mpi = installed_mpi() if launch.controller == "mpi" else None
-    return "horovodrun" if mpi is None or mpi.is_for_horovodrun else "mpirun"
+    """Return the first launcher of this package that suits a job."""
+    return next(name for name in LAUNCHERS.builtin if LAUNCHERS.load(name)().suits(launch))
 
 
 def _absolute(folder: str | None) -> str | None:
@@ -97,7 +85,7 @@ def launcher_named(name: str) -> Launcher:
 def has_local_files(job: Job) -> bool:
     """Return whether this machine can read the runs of a job: an MPIJob writes them to a volume."""
     name = job.launch.launcher
-    return name == "auto" or launcher_named(name).has_local_files
+    return name == AUTO or launcher_named(name).has_local_files
 
 
 def submitted(job_id: str) -> tuple[Launcher, Submitted]:
@@ -134,11 +122,10 @@ def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is
         HorovodTrainError: The job failed, was preempted or cancelled.
     """
     launcher = launcher_named(request.job.launch.launcher)
-    if hasattr(launcher, "run"):
+    if launcher.starts_ranks_here:
         if is_new:
             record_job(request, str(os.getpid()), console.print)
-        code: int = launcher.run(request, plan, console)
-        return code
+        return launcher.run(request, plan, console)
     return follow(request, launcher, launcher.submit(request, plan), console)
 
 
@@ -172,9 +159,9 @@ def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], N
         LaunchError: The launcher rejects the job. ``UnansweredError``: the job may have been started.
     """
     launcher = launcher_named(request.job.launch.launcher)
-    early_id: str = launcher.early_id(request) if hasattr(launcher, "early_id") else ""
     with suppress(OSError):  # reported below
-        save_record(request, early_id)  # so that the job is known even if this process is killed now
+        # So that the job is known even if this process is killed now.
+        save_record(request, launcher.early_id(request))
     try:
         native_id = launcher.submit(request, plan)
     except UnansweredError as error:

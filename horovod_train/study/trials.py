@@ -15,6 +15,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+from horovod_train.config.launch import AUTO
 from horovod_train.config.load import changed, read_tree
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
@@ -24,7 +25,7 @@ from horovod_train.errors import ConfigError, UserError
 from horovod_train.horovod.fingerprint import code_digest, task_files
 from horovod_train.lr.optimizer_arguments import ArgumentScaling
 from horovod_train.lr.policy import LearningRatePolicy, policy_of
-from horovod_train.registry import SCALINGS, SCRIPT
+from horovod_train.registry import LAUNCHERS, SCALINGS, SCRIPT
 
 NOT_PART_OF_THE_PROBLEM = {
     "name", "run_dir", "run_dir_access", "launch", "metrics", "health", "checkpoint", "evaluation", "lr",
@@ -214,8 +215,9 @@ def _real_ranks(job: Job, num_ranks: int, num_cores: int) -> int:
     Strategies whose ranks differ in their samples or weights are not replaced by accumulation.
     """
     is_replaceable = strategy_support(job.strategy.name).is_equal_to_accumulation
-    is_local = job.launch.launcher in {"auto", "local", "horovodrun", "mpirun"}
-    if not (is_replaceable and is_local):
+    name = job.launch.launcher
+    uses_this_machine = name == AUTO or LAUNCHERS.load(name).uses_this_machine
+    if not (is_replaceable and uses_this_machine):
         return num_ranks
     return max(divisor for divisor in range(1, min(num_ranks, num_cores) + 1) if num_ranks % divisor == 0)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from horovod_train.events.types import KINDS
 from horovod_train.events.wire import to_line
-from horovod_train.launch.base import LaunchRequest
+from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.secrets import Mask
 from horovod_train.launch.supervise.attempt import AttemptOutput
@@ -94,7 +94,15 @@ class Followed:
         self.log = request.log_dir / "run.log"
         self._output = io.StringIO()
         console = JobConsole(Console(file=self._output, force_terminal=False, width=200))
-        self.following = AttemptOutput(request, console, self.state, Mask(secrets), others)  # type: ignore[arg-type]
+        argv = (request.rank_command,) if request.job.launch.launcher == "local" else ("mpirun",)
+        self.following = AttemptOutput(
+            request,
+            LaunchPlan(argv),
+            console,
+            self.state,  # type: ignore[arg-type]
+            Mask(secrets),
+            others,
+        )
         self.handle = self.following.output.handle
         self.close = self.following.close
 

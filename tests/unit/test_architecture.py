@@ -79,7 +79,7 @@ ROOMS = {
         "horovod.mpi",
         "checks",
     },
-    "launch.base": BASICS | {"config", "launch.hosts"},
+    "launch.base": BASICS | {"config", "launch.console", "launch.hosts"},
     "launch.commands": {"errors", "horovod.toolchain"},
     "launch.mpi": BASICS
     | {"horovod.environment", "horovod.mpi", "horovod.toolchain"}

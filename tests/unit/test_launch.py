@@ -28,7 +28,7 @@ from horovod_train.events.types import Notice, Progress, Resumed, Targets
 from horovod_train.events.wire import Reporter, lines_of_ranks, parse_line, to_line
 from horovod_train.horovod import environment
 from horovod_train.horovod.mpi import Mpi
-from horovod_train.launch.base import JobStatus, LaunchPlan
+from horovod_train.launch.base import JobStatus, LaunchPlan, PolledLauncher
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_group import HostGroup
 from horovod_train.launch.hosts.hostlist import Host
@@ -393,7 +393,7 @@ class TestConsole:
 class TestFollowing:
     """A job that somebody else carries out."""
 
-    class Launcher:
+    class Launcher(PolledLauncher):
         def __init__(self, lines, status):
             self.lines, self.status, self.cancelled = lines, status, []
 
@@ -492,7 +492,7 @@ class KilledError(BaseException):
 
 
 class TestSubmittingOnce:
-    class Launcher:
+    class Launcher(PolledLauncher):
         """Starts each run once, as launchers must; may be killed before or after that."""
 
         def __init__(self):
@@ -605,7 +605,9 @@ def test_of_several_launchers_of_one_run_one_trains(tmp_path):
 
 
 class TestStayingWithAJob:
-    class Launcher:
+    class Launcher(PolledLauncher):
+        starts_ranks_here = True
+
         def run(self, request, plan, console):
             return 7
 

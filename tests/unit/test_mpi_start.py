@@ -229,11 +229,10 @@ class TestTheEngine:
         ],
     )
     def test_decides_the_launcher(self, programs, monkeypatch, name, version, controller, launcher):
-        monkeypatch.setattr(
-            "horovod_train.launch.submit.installed_mpi", lambda: library(programs, name, version)
-        )
+        found = library(programs, name, version)
+        monkeypatch.setattr("horovod_train.launch.launchers.horovodrun.installed_mpi", lambda: found)
 
-        assert automatic_launcher(Launch(controller=controller)) == launcher
+        assert automatic_launcher(Launch(controller=controller, num_ranks=2)) == launcher
 
 
 class TestTheWrapper:

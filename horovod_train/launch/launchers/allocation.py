@@ -31,6 +31,7 @@ class AllocationLauncher(SupervisedLauncher):
         hosts_variable: Environment variable with the path of the file that lists a host for each rank.
     """
 
+    uses_this_machine = False
     batch: type[BatchLauncher]
     hosts_variable = ""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 
+from horovod_train.config.launch import Launch
 from horovod_train.errors import LaunchError
+from horovod_train.horovod.mpi import installed_mpi
 from horovod_train.horovod.toolchain import programs_path
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.commands import find_program
@@ -18,6 +20,13 @@ BUILD = "run `horovod-train engine build`, or train in one process with -n 1"
 
 class HorovodrunLauncher(SupervisedLauncher):
     """Launcher that calls ``horovodrun``."""
+
+    def suits(self, launch: Launch) -> bool:
+        """Return whether horovodrun supports the MPI library; the hosts of a container have no horovodrun."""
+        if launch.controller != "mpi":
+            return True
+        mpi = installed_mpi()
+        return launch.container is None and (mpi is None or mpi.is_for_horovodrun)
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan.

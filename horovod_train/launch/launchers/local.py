@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from horovod_train.config.launch import Launch
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
@@ -9,6 +10,10 @@ from horovod_train.launch.launchers.supervised import SupervisedLauncher
 
 class LocalLauncher(SupervisedLauncher):
     """Launcher that starts only the worker."""
+
+    def suits(self, launch: Launch) -> bool:
+        """Return whether the job has one rank on this machine."""
+        return launch.is_alone
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from horovod_train.config.launch import Launch
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
@@ -12,6 +13,10 @@ from horovod_train.launch.mpi.start import mpi_of, start_of
 
 class MpirunLauncher(SupervisedLauncher):
     """Launcher that calls the process manager of the MPI library, such as ``mpirun``."""
+
+    def suits(self, launch: Launch) -> bool:
+        """Return whether MPI starts the ranks."""
+        return launch.controller == "mpi"
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan.

@@ -86,7 +86,7 @@ def run_attempt(
         guard = stack.enter_context(guarded(request.stage))
         for name in too_short_to_hide(secrets):
             console.print(f"warning: launch.secrets.{name} is too short to be hidden in logs")
-        follow = AttemptOutput(request, console, state, Mask(secrets.values()), followers)
+        follow = AttemptOutput(request, plan, console, state, Mask(secrets.values()), followers)
         stack.callback(follow.close)
         with interrupted_by_signals(lambda number: stopped_early(number, request.attempt), pending_signals):
             shell = partial(launcher.shell, request)
@@ -124,6 +124,7 @@ class AttemptOutput:
     def __init__(
         self,
         request: LaunchRequest,
+        plan: LaunchPlan,
         console: JobConsole,
         state: StateFile,
         mask: Mask,
@@ -148,8 +149,9 @@ class AttemptOutput:
                 ShowOnConsole(console),
             ],
             mask,
-            launch.launcher,
             request.num_ranks,
+            # The command may be the only rank, and not a program that starts ranks.
+            is_of_rank=plan.argv == (request.rank_command,),
         )
 
     def note(self, text: str) -> None:

@@ -39,10 +39,12 @@ class Follower(ABC):
 class Output:
     """Parser of the output of a run, which hides secrets and passes every line to the followers, in order."""
 
-    def __init__(self, followers: Sequence[Follower], mask: Mask, launcher: str, num_ranks: int) -> None:
+    def __init__(
+        self, followers: Sequence[Follower], mask: Mask, num_ranks: int, *, is_of_rank: bool
+    ) -> None:
         self._followers = followers
         self._mask = mask
-        self._is_local = launcher == "local"
+        self._is_of_rank = is_of_rank
         self._is_alone = num_ranks == 1
         self._are_ranks_tagged = False
         self._lock = Lock()
@@ -55,7 +57,7 @@ class Output:
 
     def _hand_on(self, line: Line) -> None:
         self._are_ranks_tagged |= line.is_tagged
-        if line.is_launchers and (self._is_local or (self._is_alone and not self._are_ranks_tagged)):
+        if line.is_launchers and (self._is_of_rank or (self._is_alone and not self._are_ranks_tagged)):
             line = replace(line, is_launchers=False)
         for follower in self._followers:
             follower.handle(line)
