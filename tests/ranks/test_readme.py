@@ -1,4 +1,4 @@
-"""Every command of the README works as written, in its order; and of the page about your own loop."""
+"""Every command of the README works as written, in its order; and of the tour, and of one's own loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
-README = "\n".join((ROOT / page).read_text() for page in ("README.md", "docs/own-loop.md"))
+README = "\n".join((ROOT / page).read_text() for page in ("README.md", "docs/tour.md", "docs/own-loop.md"))
 FILES = re.findall(r"```\w+ file=(\S+)\n(.*?)```", README, flags=re.DOTALL)
 BLOCKS = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
 INLINE = sorted(set(re.findall(r"`((?:make|horovod-train|horovodrun) [^`]+)`", README)))

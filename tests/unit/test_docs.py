@@ -124,8 +124,8 @@ def test_the_glossary_lists_all_values_of_a_field(field, names):
     assert sorted(re.findall(r"`(.*?)`", listed)) == sorted(names)
 
 
-def test_the_readme_lists_all_launchers_and_frameworks():
-    readme = (ROOT / "README.md").read_text()
+def test_the_tour_lists_all_launchers_and_frameworks():
+    readme = (ROOT / "docs" / "tour.md").read_text()
     (launchers,) = re.findall(r"\| launcher \|.*?\n\n", readme, re.DOTALL)
     (frameworks,) = re.findall(r"^Set `framework: (.*?) in the job", readme, re.MULTILINE)
 
@@ -141,10 +141,14 @@ def test_the_table_of_strategies_lists_all():
     assert named == set(registry.STRATEGIES.rows)
 
 
-def test_the_readme_names_every_verb():
-    readme = (ROOT / "README.md").read_text()
+def test_the_readme_and_the_tour_name_every_verb():
+    pages = (ROOT / "README.md").read_text() + (ROOT / "docs" / "tour.md").read_text()
     for verb in VERBS:
-        assert f"horovod-train {verb}" in readme
+        assert f"horovod-train {verb}" in pages
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
 def test_the_index_leads_to_every_page():
