@@ -118,8 +118,8 @@ class LaunchFields(Section):
     """Number of ranks, hosts and launcher."""
 
     launcher: Annotated[str, StringConstraints(min_length=1)] = AUTO
-    """Name of a launcher, or auto: one process for one rank; otherwise horovodrun, or mpirun if horovodrun does
-    not support the MPI library."""
+    """Name of a launcher, or auto: one process for one rank; otherwise horovodrun, or mpirun if horovodrun
+    does not support the MPI library."""
 
     num_ranks: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """World size; null: the slots of ``hosts``, or 1. A rank fails if the actual world size differs."""

@@ -300,7 +300,8 @@ class Health(Section):
     """Checks during training."""
 
     sync_check_every_steps: Annotated[int, Field(ge=0, le=2**53)] = 0
-    """Interval at which ranks compare hashes of replicas, in steps; 0: only at start, resume and end."""
+    """Interval at which ranks compare hashes of replicas, in steps; 0: only at start, resume, end and before
+    checkpoints."""
 
     non_finite: Literal["stop", "skip"] = "stop"
     """Reaction to a loss or gradient that is NaN or infinite: stop with exit code 3, or skip the step."""

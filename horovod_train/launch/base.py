@@ -209,19 +209,19 @@ class Launcher(Protocol):
     """Interface of launchers, which start jobs and report their status.
 
     A launcher is created without arguments. ``PolledLauncher`` has defaults of the members that are not about
-    a job. If ``starts_ranks_here``, ``horovod-train run`` calls ``run``; otherwise, it submits the job,
+    a job. If ``starts_ranks``, ``horovod-train run`` calls ``run``; otherwise, it submits the job,
     follows its log, and waits for its end.
 
     Attributes:
         has_local_files: Whether the run folder is on this machine.
         queries_a_server: Whether a query of the status calls another system, such as Slurm or Kubernetes.
-        starts_ranks_here: Whether ranks are started and supervised by this process.
+        starts_ranks: Whether ranks are started and supervised by this process.
         uses_this_machine: Whether ranks run on this machine if the job lists no hosts.
     """
 
     has_local_files: bool
     queries_a_server: bool
-    starts_ranks_here: bool
+    starts_ranks: bool
     uses_this_machine: bool
 
     def suits(self, launch: Launch) -> bool:
@@ -294,7 +294,7 @@ class PolledLauncher:
     """Base class of launchers that poll the status of a job every ``poll_s`` seconds."""
 
     poll_s = 1.0
-    starts_ranks_here = False
+    starts_ranks = False
     uses_this_machine = False
 
     def suits(self, launch: Launch) -> bool:
@@ -313,7 +313,7 @@ class PolledLauncher:
         return ""
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
-        """Start ranks and supervise them, if ``starts_ranks_here``."""
+        """Start ranks and supervise them, if ``starts_ranks``."""
         raise NotImplementedError
 
     def status(self, job: Submitted) -> JobStatus:

@@ -122,7 +122,7 @@ def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is
         HorovodTrainError: The job failed, was preempted or cancelled.
     """
     launcher = launcher_named(request.job.launch.launcher)
-    if launcher.starts_ranks_here:
+    if launcher.starts_ranks:
         if is_new:
             record_job(request, str(os.getpid()), console.print)
         return launcher.run(request, plan, console)

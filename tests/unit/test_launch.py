@@ -606,7 +606,7 @@ def test_of_several_launchers_of_one_run_one_trains(tmp_path):
 
 class TestStayingWithAJob:
     class Launcher(PolledLauncher):
-        starts_ranks_here = True
+        starts_ranks = True
 
         def run(self, request, plan, console):
             return 7

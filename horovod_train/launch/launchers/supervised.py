@@ -34,7 +34,7 @@ POLL_S = 0.2
 class SupervisedLauncher(PolledLauncher):
     """Launcher that runs a command on this machine; subclasses define the command."""
 
-    starts_ranks_here = True
+    starts_ranks = True
     uses_this_machine = True
     has_local_files = True
     queries_a_server = False
