@@ -391,6 +391,14 @@ HOOKS = (  # hooks of jobs: the observers, and those that need checkpoints
     "horovod_train.training.hooks.python_state:WatchPythonState",  # after the exchange between ranks
 )
 
+DEFAULT_STRATEGY = "allreduce"
+DEFAULT_SCHEDULE = "constant"
+DEFAULT_SCALING = "linear"
+"""Rows that a job has if it names none; the scaling rule of optimizers such as SGD, and of unknown ones."""
+
+SCALING_OF_ADAM = "sqrt"
+"""Scaling rule of optimizers that divide a gradient by the root of its mean square."""
+
 EXAMPLE_TASK = "digits"
 """Task that needs no data of the user."""
 

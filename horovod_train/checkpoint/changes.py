@@ -8,19 +8,12 @@ from pydantic import ValidationError
 
 from horovod_train.config.schema import Job
 
-# Sections of a job that determine results. Sections about the launch of ranks do not.
-COMPARED = (
-    "framework",
-    "task",
-    "task_args",
-    "train",
-    "optimizer",
-    "ema",
-    "lr",
-    "data",
-    "allreduce",
-    "evaluation",
-)
+# Fields of a job that do not determine results: names, and how ranks are launched and supervised. Another
+# strategy trains the same weights.
+NOT_COMPARED = {
+    *("name", "run_dir", "run_dir_access"),
+    *("strategy", "checkpoint", "metrics", "health", "launch"),
+}
 MAX_SHOWN_CHARS = 120
 
 
@@ -40,7 +33,8 @@ def document_changes(before: object, now: object, path: str = "") -> Iterator[st
 def job_changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return a line for each difference between two resolved jobs that affects results."""
     old = _migrated(before)
-    return [line for name in COMPARED for line in document_changes(old.get(name), now.get(name), name)]
+    names = [name for name in Job.model_fields if name not in NOT_COMPARED]
+    return [line for name in names for line in document_changes(old.get(name), now.get(name), name)]
 
 
 def _migrated(job: Mapping[str, object]) -> Mapping[str, object]:

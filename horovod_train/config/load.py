@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from horovod_train.config.code_fields import code_fields
 from horovod_train.config.former import present_path, set_field, with_present_names
 from horovod_train.config.path_rules import no_such_file
 from horovod_train.config.problems import explain, field_path, shorten
@@ -350,43 +351,23 @@ def _fault_of(text: str) -> str:
 
 
 def _anchor_paths(tree: Tree, folder: Path, problems: list[Problem]) -> None:
-    """Make paths of files with code absolute, because ranks may start in another folder."""
-    _anchor(tree, "task", "task", folder, problems)
-    if isinstance(lr := tree.get("lr"), dict):
-        for field in ("scaling", "decay"):
-            _anchor(lr, field, f"lr.{field}", folder, problems)
-    if isinstance(optimizer := tree.get("optimizer"), dict):
-        _anchor(optimizer, "name", "optimizer.name", folder, problems)
-        if isinstance(schedules := optimizer.get("schedules"), dict):
-            for name in schedules:
-                _anchor(schedules, name, f"optimizer.schedules.{name}", folder, problems)
-    allreduce, metrics = tree.get("allreduce"), tree.get("metrics")
-    if isinstance(allreduce, dict) and isinstance(codec := allreduce.get("codec"), dict):
-        _anchor(codec, "name", "allreduce.codec.name", folder, problems)
-    trackers = metrics.get("trackers") if isinstance(metrics, dict) else None
-    for number, tracker in enumerate(trackers if isinstance(trackers, list) else ()):
-        if isinstance(tracker, dict):
-            _anchor(tracker, "name", f"metrics.trackers.{number}.name", folder, problems)
-
-
-def _anchor(section: Tree, field: str, path: str, folder: Path, problems: list[Problem]) -> None:
-    """Make the path in ``file.py:name`` absolute.
+    """Make paths of files with code absolute, because ranks may start in another folder.
 
     A relative path must exist. An absolute path may exist only in an image.
     """
-    location = section.get(field)
-    file, colon, attribute = location.rpartition(":") if isinstance(location, str) else ("", "", "")
-    if not colon or not file.endswith(".py"):
-        return
-    try:
-        place = Path(file).expanduser()
-        is_missing = not place.is_absolute() and not (folder / place).is_file()
-    except (OSError, RuntimeError):  # a name that is too long, or `~nobody`: see the rules
-        return
-    if is_missing:
-        problems.append(no_such_file(path, str(location), str(folder / place)))
-    # Symbolic links are not resolved: the target folders of a mounted ConfigMap differ between hosts.
-    section[field] = f"{os.path.abspath(folder / place)}:{attribute}"  # noqa: PTH100
+    for path, section, field, location in code_fields(tree):
+        file, colon, attribute = location.rpartition(":")
+        if not colon or not file.endswith(".py"):
+            continue
+        try:
+            place = Path(file).expanduser()
+            is_missing = not place.is_absolute() and not (folder / place).is_file()
+        except (OSError, RuntimeError):  # a name that is too long, or `~nobody`: see the rules
+            continue
+        if is_missing:
+            problems.append(no_such_file(path, location, str(folder / place)))
+        # Symbolic links are not resolved: the target folders of a mounted ConfigMap differ between hosts.
+        section[field] = f"{os.path.abspath(folder / place)}:{attribute}"  # type: ignore[index]  # noqa: PTH100
 
 
 def _validate(tree: Tree, problems: list[Problem]) -> Job | None:

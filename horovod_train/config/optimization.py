@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from horovod_train.config.duration import Duration
 from horovod_train.config.fields import Count, ImportPath, Name, Points, Section
 from horovod_train.config.former import with_present_names
+from horovod_train.registry import DEFAULT_SCALING, DEFAULT_SCHEDULE, SCALING_OF_ADAM
 
 AUTO = "auto"
 """The scaling rule that suits the optimizer."""
@@ -53,7 +54,7 @@ class Optimizer(Section):
         name = self.name.rpartition(":")[2].lower()
         if WITHOUT_RULE.search(name):
             return None
-        return "sqrt" if DIVIDES_BY_RMS.search(name) else "linear"
+        return SCALING_OF_ADAM if DIVIDES_BY_RMS.search(name) else DEFAULT_SCALING
 
 
 class Ema(Section):
@@ -103,7 +104,7 @@ class LearningRate(Section):
     warmup_start_lr: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """Initial rate of the ramp; null: the smaller of base and peak rate."""
 
-    decay: ImportPath | Name = "constant"
+    decay: ImportPath | Name = DEFAULT_SCHEDULE
     """Schedule after warm-up: constant, step, points, cosine, cosine_restarts, polynomial, inverse_sqrt, wsd,
     one_cycle, plateau, or a function ``file.py:curve`` of the progress from 0 to 1."""
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from horovod_train.config.code_fields import PATHS, code_fields
 from horovod_train.config.problems import shorten
 from horovod_train.config.schema import Job
 from horovod_train.config.support import has_own_image
@@ -14,6 +15,7 @@ from horovod_train.errors import Problem
 
 # Limits of Linux; a path also needs room for the files of a run.
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3800
+SECTIONS = {path.partition(".")[0] for path in PATHS}
 
 
 def folders_are_valid(job: Job) -> Iterator[Problem]:
@@ -44,20 +46,8 @@ def code_files_exist(job: Job) -> Iterator[Problem]:
     if job.task.startswith("__main__:"):
         hint = "put it into a file, and write task: FILE.py:" + job.task.partition(":")[2]
         yield Problem("task", repr(job.task), "is in the program itself, which ranks do not import", hint)
-    trackers = {f"metrics.trackers.{n}.name": each.name for n, each in enumerate(job.metrics.trackers)}
-    codec = {} if job.allreduce.codec is None else {"allreduce.codec.name": job.allreduce.codec.name}
-    schedules = {f"optimizer.schedules.{name}": value for name, value in job.optimizer.schedules.items()}
-    locations = {
-        "task": job.task,
-        "optimizer.name": job.optimizer.name,
-        "lr.scaling": job.lr.scaling,
-        "lr.decay": job.lr.decay,
-        **schedules,
-        **codec,
-        **trackers,
-    }
-    for path, location in locations.items():
-        file, _, attribute = location.rpartition(":") if isinstance(location, str) else ("", "", "")
+    for path, _, _, location in code_fields(job.model_dump(include=SECTIONS)):
+        file, _, attribute = location.rpartition(":")
         if not file.endswith(".py") and "/" in file:
             found = f"{file!r} is neither a module nor a file that ends in .py"
             yield Problem(path, repr(location), found, "write module:Class or path/to/file.py:Class")
@@ -69,7 +59,7 @@ def code_files_exist(job: Job) -> Iterator[Problem]:
             yield Problem(path, shorten(location), f"cannot be found: {error}")
             continue
         if is_missing:
-            yield no_such_file(path, str(location), file)
+            yield no_such_file(path, location, file)
         elif attribute != "__main__" and attribute not in (names := names_in(Path(file).expanduser())):
             hint = f"it defines {', '.join(sorted(names)[:10])}" if names else ""
             yield Problem(path, repr(location), f"{file} does not define {attribute}", hint)

@@ -339,8 +339,11 @@ def tracker_arguments_fit(job: Job) -> Iterator[Problem]:
 
 
 SCRIPT_ARGS = {"arguments", "batch_size"}
-# Sections that are not for scripts, which decide these settings themselves.
-OF_JOBS = ("train", "optimizer", "lr", "data", "allreduce", "strategy", "evaluation", "checkpoint")
+# Fields that scripts have; they decide all others themselves.
+OF_SCRIPTS = {
+    *("name", "framework", "task", "task_args", "run_dir", "run_dir_access"),
+    *("ema", "metrics", "health", "launch"),
+}
 
 
 def script_is_supported(job: Job) -> Iterator[Problem]:
@@ -353,7 +356,7 @@ def script_is_supported(job: Job) -> Iterator[Problem]:
         return
     if not is_script:
         yield Problem("task", repr(job.task), "is not a script", "write task: train.py:__main__")
-    for section in OF_JOBS:
+    for section in [name for name in Job.model_fields if name not in OF_SCRIPTS]:
         if getattr(job, section) != Job.model_fields[section].default:
             yield Problem(section, "", "is not for scripts, which decide it themselves", "leave it out")
     if job.launch.elastic is not None:

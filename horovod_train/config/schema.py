@@ -23,7 +23,7 @@ from horovod_train.config.fields import (
 from horovod_train.config.former import with_present_names
 from horovod_train.config.launch import Launch
 from horovod_train.config.optimization import AUTO, Ema, LearningRate, Optimizer
-from horovod_train.registry import SCRIPT
+from horovod_train.registry import DEFAULT_STRATEGY, SCRIPT
 
 MAX_EPOCHS = 1_000_000
 
@@ -202,7 +202,7 @@ class Allreduce(Section):
 class Strategy(Section):
     """Parallelism strategy. ``strategy: zero`` is short for ``strategy: {name: zero}``."""
 
-    name: ImportPath | Name = "allreduce"
+    name: ImportPath | Name = DEFAULT_STRATEGY
     """Name of the strategy (see docs/strategies.md), or an import path ``module:Class``."""
 
     args: dict[str, Any] = {}

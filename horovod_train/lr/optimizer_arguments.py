@@ -10,6 +10,7 @@ from typing import Any
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.lr.policy import policy_of
+from horovod_train.registry import DEFAULT_SCALING
 
 BETAS = ("betas", "beta_1", "beta_2", "b1", "b2", "beta1", "beta2")
 ADAM_BETAS = (0.9, 0.999)
@@ -32,7 +33,7 @@ class ArgumentScaling:
             batch (Wang & Aitchison, arXiv:2405.13698).
     """
 
-    rule: str = "linear"
+    rule: str = DEFAULT_SCALING
     one_minus_beta: float = 1.0
     epsilon: float = 1.0
     weight_decay: float = 1.0

@@ -30,10 +30,7 @@ from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import UserError
 from horovod_train.lr.schedules import Position, Schedule, schedule_of, valid
-from horovod_train.registry import SCALINGS, load_location
-
-UNKNOWN_OPTIMIZER = "linear"
-"""Scaling rule of loops whose optimizer is not known."""
+from horovod_train.registry import DEFAULT_SCALING, SCALINGS, load_location
 
 NUM_CHECKED_POINTS = 101
 """Number of points at which the rate is computed before training, to find an invalid one early."""
@@ -186,7 +183,8 @@ class LearningRatePolicy:
 
     @cached_property
     def _rule(self) -> Callable[[float], Scaled | float]:
-        name = UNKNOWN_OPTIMIZER if self.section.scaling == AUTO else self.section.scaling
+        # The optimizer of a user's own loop is not known.
+        name = DEFAULT_SCALING if self.section.scaling == AUTO else self.section.scaling
         rule: Callable[[float], Scaled | float] = load_location(name, SCALINGS)
         return rule
 

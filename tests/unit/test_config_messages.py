@@ -167,7 +167,7 @@ SAID = [
         {"launch": {"launcher": "slurmm"}},
         "launch.launcher = 'slurmm'",
         (
-            "is not a known launcher; known: gridengine, gridengine-allocation, horovodrun, local, lsf, "
+            "is not a known launcher; known: flux, flux-allocation, gridengine, gridengine-allocation, horovodrun, local, lsf, "
             "lsf-allocation, mpijob, mpirun, pbs, pbs-allocation, slurm, slurm-allocation"
         ),
         "did you mean 'slurm'?",
