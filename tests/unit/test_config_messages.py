@@ -167,8 +167,9 @@ SAID = [
         {"launch": {"launcher": "slurmm"}},
         "launch.launcher = 'slurmm'",
         (
-            "is not a known launcher; known: flux, flux-allocation, gridengine, gridengine-allocation, horovodrun, local, lsf, "
-            "lsf-allocation, mpijob, mpirun, pbs, pbs-allocation, slurm, slurm-allocation"
+            "is not a known launcher; known: flux, flux-allocation, gridengine, gridengine-allocation, "
+            "horovodrun, local, lsf, lsf-allocation, mpijob, mpirun, pbs, pbs-allocation, slurm, "
+            "slurm-allocation"
         ),
         "did you mean 'slurm'?",
     ),
