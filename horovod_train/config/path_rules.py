@@ -10,7 +10,7 @@ from pathlib import Path
 from horovod_train.config.code_fields import PATHS, code_fields
 from horovod_train.config.problems import shorten
 from horovod_train.config.schema import Job
-from horovod_train.config.support import has_own_image
+from horovod_train.config.support import launcher_support
 from horovod_train.errors import Problem
 
 # Limits of Linux; a path also needs room for the files of a run.
@@ -41,7 +41,7 @@ def folders_are_valid(job: Job) -> Iterator[Problem]:
 
 def code_files_exist(job: Job) -> Iterator[Problem]:
     """Require that files of the user's code exist; on Kubernetes, they may exist only in the image."""
-    if has_own_image(job.launch.launcher):
+    if launcher_support(job.launch.launcher).has_own_image:
         return
     if job.task.startswith("__main__:"):
         hint = "put it into a file, and write task: FILE.py:" + job.task.partition(":")[2]

@@ -18,7 +18,7 @@ from horovod_train.config.support import (
     Refused,
     codec_support,
     framework_support,
-    has_own_image,
+    launcher_support,
     launchers_with_support,
     strategy_support,
 )
@@ -89,7 +89,7 @@ def container_runs_on_hosts(job: Job) -> Iterator[Problem]:
     for option in container.options:
         if not is_command(option):
             yield Problem("launch.container.options", repr(option), "cannot be split", "close its quotes")
-    if has_own_image(job.launch.launcher):
+    if launcher_support(job.launch.launcher).has_own_image:
         yield Problem(
             "launch.container",
             repr(container.image),

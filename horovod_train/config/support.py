@@ -167,14 +167,14 @@ def launcher_sections() -> Iterator[tuple[str, str, type[Section]]]:
 def launchers_with_support() -> Iterator[tuple[str, LauncherSupport]]:
     """Yield the launchers that declare anything, with what they declare."""
     for name in LAUNCHERS.rows:
-        support = _support_of(LAUNCHERS, name, LauncherSupport())
+        support = launcher_support(name)
         if support.section:
             yield name, support
 
 
-def has_own_image(launcher: str) -> bool:
-    """Return whether ranks of a launcher run in an image of their own, which contains the code of the job."""
-    return any(name == launcher and support.has_own_image for name, support in launchers_with_support())
+def launcher_support(name: str) -> LauncherSupport:
+    """Return what a launcher declares; one without a support object declares nothing."""
+    return _support_of(LAUNCHERS, name, LauncherSupport())
 
 
 def strategy_support(name: str) -> StrategySupport:
