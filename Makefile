@@ -63,8 +63,8 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@touch $@
 
 ENGINE_SOURCE := $(wildcard horovod_train/horovod/patches/*.patch horovod_train/horovod/*.cc) \
-	$(addprefix horovod_train/horovod/,build.py cuda.py mpi.py toolchain.py installed.py patches.py) \
-	$(addprefix horovod_train/system/,machine.py optional.py)
+	$(addprefix horovod_train/horovod/,build.py bindings.py cuda.py mpi.py toolchain.py) \
+	$(addprefix horovod_train/system/,machine.py)
 
 $(VENV)/engine: $(VENV)/installed $(ENGINE_SOURCE)
 	@echo "== engine"

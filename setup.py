@@ -20,10 +20,10 @@ setup(
     package_data={
         "horovod_train": ["py.typed"],
         "horovod_train.horovod": ["patches/*.patch", "*.cc"],
-        "horovod_train.launch.launchers.mpijob": ["*.json"],
+        "horovod_train.plugins.kubernetes": ["*.json"],
         "horovod_train.report": ["*.js", "*.css"],
         "horovod_train.serve": ["page_files/*"],
-        "horovod_train.monitor.grafana": ["shipped/*"],
+        "horovod_train.monitor": ["shipped/*"],
         "horovod_train.tasks": ["*.yaml"],
     },
     install_requires=[

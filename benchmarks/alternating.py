@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train import worker
-from horovod_train.training.hooks.metrics import RecordMetrics
-from horovod_train.training.hooks.waits import AttributeWaiting
+from horovod_train.training.hooks.steps import AttributeWaiting, RecordMetrics
 
 BLOCK_STEPS = 5
 

@@ -21,11 +21,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.on_ranks import found_on_ranks, tell
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh
+from horovod_train.config.arguments import axes_of
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import axes_of
 from horovod_train.frameworks.torch.framework import TorchFramework
-from horovod_train.frameworks.torch.strategies.pipeline.orders import bubble
+from horovod_train.plugins.pipeline.passes import bubble
 from horovod_train.training.loop import rest_of_epoch
 from horovod_train.worker import make_run
 

@@ -15,8 +15,8 @@ from prometheus_client import generate_latest
 
 from benchmarks.run import PORT
 from horovod_train.collectives.base import SingleRank
+from horovod_train.telemetry.catalog import StepRecord, WaitRecord
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.records import StepRecord, WaitRecord
 
 STEP_S = 0.1
 PLACE = "@RANK@"

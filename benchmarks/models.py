@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from horovod_train.horovod.launched import number_of
+from horovod_train.horovod.mpi import number_of
 
 NUM_SAMPLES = 4096
 

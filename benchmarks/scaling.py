@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.on_ranks import found_on_ranks, tell
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.framework import TorchFramework
-from horovod_train.frameworks.torch.step.random_functions import draws_of
+from horovod_train.frameworks.torch.step.random import draws_of
 from horovod_train.rank import make_run
 from horovod_train.training.loop import begin, finish_epoch, rest_of_epoch
 from horovod_train.training.run import Run

@@ -21,13 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.on_ranks import found_on_ranks, tell
-from horovod_train.collectives.base import Communicator
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Communicator, Mesh
+from horovod_train.config.arguments import axes_of
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import axes_of
-from horovod_train.frameworks.torch.comm.process_group import start_process_group
+from horovod_train.frameworks.torch.comm.groups import start_process_group
 from horovod_train.frameworks.torch.framework import TorchFramework
-from horovod_train.frameworks.torch.sizes.units import units_of
+from horovod_train.frameworks.torch.sizes import units_of
 from horovod_train.tasks.gpt import Gpt
 from horovod_train.training.loop import rest_of_epoch
 from horovod_train.worker import make_run

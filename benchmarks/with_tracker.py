@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train import worker
-from horovod_train.training.hooks.track import Track
+from horovod_train.training.hooks.steps import Track
 
 BLOCK_STEPS = 60
 SETTLING_STEPS = 15

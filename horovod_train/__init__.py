@@ -10,16 +10,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from horovod_train.version import __version__
+
 if TYPE_CHECKING:
-    from horovod_train.client.handle import JobHandle, JobResult
-    from horovod_train.client.local import job, jobs, submit
+    from horovod_train.client.handle import JobHandle, JobResult, job, jobs, submit
     from horovod_train.client.remote import Client
     from horovod_train.config.optimization import LearningRate
     from horovod_train.errors import JobFailedError
     from horovod_train.frameworks.torch.step.gathering import gather
     from horovod_train.session import Session, init
-
-__version__ = "0.1.0"
 
 _EXPORTS = {
     "Client": "horovod_train.client.remote",
@@ -30,9 +29,9 @@ _EXPORTS = {
     "Session": "horovod_train.session",
     "gather": "horovod_train.frameworks.torch.step.gathering",
     "init": "horovod_train.session",
-    "job": "horovod_train.client.local",
-    "jobs": "horovod_train.client.local",
-    "submit": "horovod_train.client.local",
+    "job": "horovod_train.client.handle",
+    "jobs": "horovod_train.client.handle",
+    "submit": "horovod_train.client.handle",
 }
 
 __all__ = [

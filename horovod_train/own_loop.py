@@ -17,34 +17,29 @@ import torch
 
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.collectives.base import Communicator, broadcast_json
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Communicator, Mesh, broadcast_json
+from horovod_train.config.arguments import axes_of, batch_size_of_lr
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import axes_of, batch_size_of_lr
-from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import PlannedStep
 from horovod_train.errors import NumericError, PreemptedError, UserError
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import choose_device
-from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.state.generators import rng_state, seed_generators
-from horovod_train.frameworks.torch.step.averaged_weights import Averaging
+from horovod_train.frameworks.torch.state.rank_state import rng_state, seed_generators
+from horovod_train.frameworks.torch.step.averages import Averaging
 from horovod_train.frameworks.torch.step.deferred import Outcome
 from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, make_strategy
-from horovod_train.health.desync import check_replicas_identical
-from horovod_train.health.finite import FiniteGuard
+from horovod_train.frameworks.torch.task import TorchReader
+from horovod_train.health.comparisons import FiniteGuard, check_replicas_identical
 from horovod_train.lr.policy import policy_of
 from horovod_train.rank import RankServices, check_data, resume
 from horovod_train.registry import OBSERVERS
 from horovod_train.training import loop
-from horovod_train.training.exchange import PeriodicExchange
-from horovod_train.training.hooks.base import Hook
-from horovod_train.training.hooks.preemption import PreemptionAgreement
-from horovod_train.training.parts import save_checkpoint
-from horovod_train.training.progress import Progress
-from horovod_train.training.run import Run
+from horovod_train.training.hooks.base import Hook, PeriodicExchange, save_checkpoint
+from horovod_train.training.hooks.saving import PreemptionAgreement
+from horovod_train.training.run import Progress, Run
 
 log = logging.getLogger(__name__)
 

@@ -12,28 +12,29 @@ import numpy as np
 
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.checkpoint.manager import Resumed as CheckpointContent
-from horovod_train.checkpoint.write_report import WriteReport
-from horovod_train.collectives.base import Communicator, allgather_json
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.checkpoint.writing import WriteReport
+from horovod_train.collectives.base import Communicator, Mesh, allgather_json
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import CheckpointWritten, Notice, Resumed, Started, Summary, Target, Targets
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework, HasGenerators, HasPythonState, Reader, Replica
-from horovod_train.health.finite import FiniteGuard
-from horovod_train.health.same_data import check_same_data
+from horovod_train.health.comparisons import FiniteGuard, check_same_data
 from horovod_train.lr.policy import policy_of
 from horovod_train.registry import HOOKS
 from horovod_train.system.files import make_folder
-from horovod_train.system.versions import versions_with
-from horovod_train.telemetry.rank_metrics import open_recorder, serve, watch_exchanges, watch_waiting
-from horovod_train.telemetry.recorder import Recorder
-from horovod_train.training.exchange import PeriodicExchange
-from horovod_train.training.hooks.base import Hook, HookParts, make_hooks
-from horovod_train.training.parts import changes_since, resume_from
-from horovod_train.training.progress import DataOrder, Progress
-from horovod_train.training.run import Run
+from horovod_train.system.machine import versions_with
+from horovod_train.telemetry.recorder import Recorder, open_recorder, serve, watch_exchanges, watch_waiting
+from horovod_train.training.hooks.base import (
+    Hook,
+    HookParts,
+    PeriodicExchange,
+    changes_since,
+    make_hooks,
+    resume_from,
+)
+from horovod_train.training.run import DataOrder, Progress, Run
 
 MAX_CHANGES = 20
 

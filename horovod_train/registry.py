@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from horovod_train.errors import UnknownNameError, UserError
+from horovod_train.errors import HorovodTrainError, UnknownNameError, UserError
 
 SUPPORT = "SUPPORT"
 """End of the name of an object that declares what a job may ask of a row."""
@@ -83,6 +83,13 @@ class Registry:
         """
         location = name if ":" in name else self.location(name)
         return self._attribute(location, name) if location.endswith(SUPPORT) else None
+
+    def support_or_none(self, name: str) -> object | None:
+        """Import and return the support object of a row; None: there is none, or it cannot be imported."""
+        try:
+            return self.support(name)
+        except HorovodTrainError:
+            return None
 
     def _attribute(self, location: str, name: str) -> Any:
         if location.rpartition(":")[0].endswith(".py"):
@@ -190,12 +197,12 @@ FRAMEWORKS = Registry(
     group="horovod_train.frameworks",
     builtin={
         "torch": "horovod_train.frameworks.torch:SUPPORT",
-        "tensorflow": "horovod_train.frameworks.tensorflow:SUPPORT",
-        "jax": "horovod_train.frameworks.jax:SUPPORT",
-        "keras": "horovod_train.frameworks.keras:SUPPORT",
-        "lightning": "horovod_train.frameworks.lightning:SUPPORT",
-        "transformers": "horovod_train.frameworks.transformers:SUPPORT",
-        "mxnet": "horovod_train.frameworks.mxnet:SUPPORT",
+        "tensorflow": "horovod_train.plugins.tensorflow:SUPPORT",
+        "jax": "horovod_train.plugins.jax:SUPPORT",
+        "keras": "horovod_train.plugins.keras:SUPPORT",
+        "lightning": "horovod_train.plugins.lightning:SUPPORT",
+        "transformers": "horovod_train.plugins.transformers:SUPPORT",
+        "mxnet": "horovod_train.plugins.mxnet:SUPPORT",
     },
 )
 
@@ -206,22 +213,20 @@ LAUNCHERS = Registry(
     kind="launcher",
     group="horovod_train.launchers",
     builtin={
-        "local": "horovod_train.launch.launchers.local:LocalLauncher",
-        "horovodrun": "horovod_train.launch.launchers.horovodrun:HorovodrunLauncher",
-        "mpirun": "horovod_train.launch.launchers.mpirun:MpirunLauncher",
+        "local": "horovod_train.launch.launchers.hosts:LocalLauncher",
+        "horovodrun": "horovod_train.launch.launchers.hosts:HorovodrunLauncher",
+        "mpirun": "horovod_train.launch.launchers.hosts:MpirunLauncher",
         "slurm": "horovod_train.launch.launchers.slurm:SUPPORT",
-        "mpijob": "horovod_train.launch.launchers.mpijob:SUPPORT",
-        "slurm-allocation": "horovod_train.launch.launchers.slurm.allocation:SlurmAllocationLauncher",
-        "pbs": "horovod_train.launch.launchers.pbs:SUPPORT",
-        "pbs-allocation": "horovod_train.launch.launchers.pbs.allocation:PbsAllocationLauncher",
-        "gridengine": "horovod_train.launch.launchers.gridengine:SUPPORT",
-        "gridengine-allocation": (
-            "horovod_train.launch.launchers.gridengine.allocation:GridEngineAllocationLauncher"
-        ),
+        "mpijob": "horovod_train.plugins.kubernetes:SUPPORT",
+        "slurm-allocation": "horovod_train.launch.launchers.slurm.launcher:SlurmAllocationLauncher",
+        "pbs": "horovod_train.plugins.pbs:SUPPORT",
+        "pbs-allocation": "horovod_train.plugins.pbs.launcher:PbsAllocationLauncher",
+        "gridengine": "horovod_train.plugins.gridengine:SUPPORT",
+        "gridengine-allocation": ("horovod_train.plugins.gridengine.launcher:GridEngineAllocationLauncher"),
         "flux": "horovod_train.launch.launchers.flux:SUPPORT",
         "flux-allocation": "horovod_train.launch.launchers.flux.launcher:FluxAllocationLauncher",
-        "lsf": "horovod_train.launch.launchers.lsf:SUPPORT",
-        "lsf-allocation": "horovod_train.launch.launchers.lsf.allocation:LsfAllocationLauncher",
+        "lsf": "horovod_train.plugins.lsf:SUPPORT",
+        "lsf-allocation": "horovod_train.plugins.lsf.launcher:LsfAllocationLauncher",
     },
 )
 
@@ -229,7 +234,7 @@ PROCESS_MANAGERS = Registry(
     kind="process manager",
     group="horovod_train.process_managers",
     builtin={
-        name: f"horovod_train.launch.mpi.{name}:start" for name in ("orte", "prrte", "hydra", "pals", "jsrun")
+        name: f"horovod_train.launch.mpi:{name}" for name in ("orte", "prrte", "hydra", "pals", "jsrun")
     },
 )
 
@@ -241,7 +246,7 @@ _TORCH_OPTIMIZERS = Registry(
         "adam": "torch.optim:Adam",
         "adamw": "torch.optim:AdamW",
         "lars": "pytorch_optimizer:LARS",
-        "lamb": "horovod_train.frameworks.torch.step.lamb:Lamb",
+        "lamb": "horovod_train.frameworks.torch.state.optimizer:Lamb",
     },
 )
 
@@ -300,9 +305,9 @@ CODECS = Registry(
     kind="codec",
     group="horovod_train.codecs",
     builtin={
-        "fp32": "horovod_train.frameworks.torch.codecs.dense:fp32",
-        "fp16": "horovod_train.frameworks.torch.codecs.dense:fp16",
-        "bf16": "horovod_train.frameworks.torch.codecs.dense:bf16",
+        "fp32": "horovod_train.frameworks.torch.codecs.base:fp32",
+        "fp16": "horovod_train.frameworks.torch.codecs.base:fp16",
+        "bf16": "horovod_train.frameworks.torch.codecs.base:bf16",
         "powersgd": "horovod_train.frameworks.torch.codecs.powersgd:SUPPORT",
         "top-k": "horovod_train.frameworks.torch.codecs.top_k:SUPPORT",
     },
@@ -312,16 +317,16 @@ STRATEGIES = Registry(
     kind="strategy",
     group="horovod_train.strategies",
     builtin={
-        "adasum": "horovod_train.frameworks.torch.strategies.adasum:SUPPORT",
+        "adasum": "horovod_train.plugins.adasum:SUPPORT",
         "allreduce": "horovod_train.frameworks.torch.strategies.allreduce:SUPPORT",
-        "data_parallel": "horovod_train.frameworks.torch.strategies.data_parallel:SUPPORT",
+        "data_parallel": "horovod_train.plugins.data_parallel:SUPPORT",
         "ddp": "horovod_train.frameworks.torch.strategies.ddp:SUPPORT",
-        "deepspeed": "horovod_train.frameworks.torch.strategies.deepspeed:SUPPORT",
+        "deepspeed": "horovod_train.plugins.deepspeed:SUPPORT",
         "fsdp": "horovod_train.frameworks.torch.strategies.fsdp:SUPPORT",
         "local_sgd": "horovod_train.frameworks.torch.strategies.local_sgd:SUPPORT",
-        "mesh": "horovod_train.frameworks.torch.strategies.mesh:SUPPORT",
-        "parameter_server": "horovod_train.frameworks.torch.strategies.parameter_server:SUPPORT",
-        "pipeline": "horovod_train.frameworks.torch.strategies.pipeline:SUPPORT",
+        "mesh": "horovod_train.plugins.mesh:SUPPORT",
+        "parameter_server": "horovod_train.plugins.parameter_server:SUPPORT",
+        "pipeline": "horovod_train.plugins.pipeline:SUPPORT",
         "tensor_parallel": "horovod_train.frameworks.torch.strategies.tensor_parallel:SUPPORT",
         "zero": "horovod_train.frameworks.torch.strategies.zero:SUPPORT",
     },
@@ -371,24 +376,27 @@ TRACKERS = Registry(
     },
 )
 
+ADVICE = ("horovod_train.plugins.study.table:advice_for",)
+"""Functions of a job and its number of ranks that return a warning before it starts; empty: there is none."""
+
 OBSERVERS = (  # hooks of jobs and of users' own loops, in the order in which they are called
-    "horovod_train.training.hooks.replicas:CheckReplicasIdentical",
-    "horovod_train.training.hooks.arguments:ScheduleArguments",
-    "horovod_train.training.hooks.noise:MeasureNoise",  # before the hooks that report its numbers
-    "horovod_train.training.hooks.metrics:RecordMetrics",
-    "horovod_train.training.hooks.waits:AttributeWaiting",
-    "horovod_train.training.hooks.progress:ReportProgress",
-    "horovod_train.training.hooks.track:Track",
+    "horovod_train.training.hooks.checks:CheckReplicasIdentical",
+    "horovod_train.training.hooks.base:ScheduleArguments",
+    "horovod_train.training.hooks.steps:MeasureNoise",  # before the hooks that report its numbers
+    "horovod_train.training.hooks.steps:RecordMetrics",
+    "horovod_train.training.hooks.steps:AttributeWaiting",
+    "horovod_train.training.hooks.steps:ReportProgress",
+    "horovod_train.training.hooks.steps:Track",
 )
 
 HOOKS = (  # hooks of jobs: the observers, and those that need checkpoints
-    "horovod_train.training.hooks.generators:KeepGenerators",
-    "horovod_train.training.hooks.evaluation:EvaluateWithinEpoch",  # before others see the metrics
+    "horovod_train.training.hooks.checks:KeepGenerators",
+    "horovod_train.training.hooks.saving:EvaluateWithinEpoch",  # before others see the metrics
     *OBSERVERS,
-    "horovod_train.training.hooks.one_process:CompareWithOneProcess",  # before a checkpoint is written
-    "horovod_train.training.hooks.checkpoints:SaveCheckpoints",
-    "horovod_train.training.hooks.preemption:StopWhenPreempted",
-    "horovod_train.training.hooks.python_state:WatchPythonState",  # after the exchange between ranks
+    "horovod_train.training.hooks.checks:CompareWithOneProcess",  # before a checkpoint is written
+    "horovod_train.training.hooks.saving:SaveCheckpoints",
+    "horovod_train.training.hooks.saving:StopWhenPreempted",
+    "horovod_train.training.hooks.checks:WatchPythonState",  # after the exchange between ranks
 )
 
 DEFAULT_STRATEGY = "allreduce"

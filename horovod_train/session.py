@@ -10,16 +10,15 @@ import numpy as np
 import torch
 
 from horovod_train.collectives.base import mean_over_ranks
-from horovod_train.config.evaluation import Checkpoint
 from horovod_train.config.load import job_from
-from horovod_train.config.optimization import LearningRate
+from horovod_train.config.optimization import Checkpoint, LearningRate
 from horovod_train.config.schema import Data
 from horovod_train.data.shard import eval_micro_batches, num_steps
 from horovod_train.frameworks.base import Dataset
-from horovod_train.frameworks.join import join
+from horovod_train.frameworks.devices import join
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
-from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.step.replica import TorchReplica
+from horovod_train.frameworks.torch.task import Placement, TorchReader
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import EpochLength, LearningRatePolicy, policy_of_section
 from horovod_train.own_loop import (
@@ -31,8 +30,8 @@ from horovod_train.own_loop import (
     ShardedLoader,
     changed,
 )
-from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest
-from horovod_train.training.progress import DataOrder, Progress
+from horovod_train.training.hooks.saving import PreemptionAgreement, PreemptionRequest
+from horovod_train.training.run import DataOrder, Progress
 
 
 def init(

@@ -17,38 +17,38 @@ from pathlib import Path
 from threading import Timer
 from time import monotonic, strftime
 
-from horovod_train.collectives.base import Communicator, broadcast_json
-from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.batches import for_ranks
+from horovod_train.collectives.base import Communicator, Mesh, broadcast_json
+from horovod_train.config.arguments import axes_of, for_ranks
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import axes_of
-from horovod_train.data.waiting import WAITING
+from horovod_train.data.shard import WAITING
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
-from horovod_train.events.channel import channel_of
+from horovod_train.events.file import channel_of
 from horovod_train.events.types import Event, Failure, Notice
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework, HasDevice, explained_by
-from horovod_train.health.data_watch import DataWatch
-from horovod_train.health.device_watch import DeviceWatch
-from horovod_train.health.heartbeat import PeerWatch, heartbeat_dir, start_heartbeat
-from horovod_train.health.join_watch import JoinWatch
-from horovod_train.health.world_check import check_world
+from horovod_train.health.comparisons import check_world
+from horovod_train.health.watches import (
+    DataWatch,
+    DeviceWatch,
+    JoinWatch,
+    PeerWatch,
+    heartbeat_dir,
+    start_heartbeat,
+)
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
-from horovod_train.horovod.launched import number_of, refuse_other_launchers
+from horovod_train.horovod.mpi import number_of, refuse_other_launchers
 from horovod_train.rank import RankServices, check_data, make_run, restore_from, resume
 from horovod_train.registry import FRAMEWORKS, SCRIPT, make_task_importable
 from horovod_train.system import streams
-from horovod_train.system.children import end_children
-from horovod_train.system.cpu_affinity import bind
-from horovod_train.telemetry.rank_metrics import (
+from horovod_train.system.processes import bind, end_children
+from horovod_train.telemetry.recorder import (
     record_scaling_baseline,
     watch_device,
 )
-from horovod_train.training.bridge import LoopBridge
-from horovod_train.training.hooks.preemption import PreemptionRequest
-from horovod_train.training.loop import train
+from horovod_train.training.hooks.saving import PreemptionRequest
+from horovod_train.training.loop import LoopBridge, train
 from horovod_train.training.run import Run
 
 # The sum of both is below 4 KiB, because launchers may split longer lines of output.

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.config.load import load_job
-from horovod_train.launch.launchers.mpijob.document import Manifest, as_yaml
-from horovod_train.launch.launchers.mpijob.render import render
 from horovod_train.launch.submit import resolve
 from horovod_train.monitor import rules
-from horovod_train.monitor.shipped import dashboards
+from horovod_train.monitor.push import dashboards
+from horovod_train.plugins.kubernetes.render import Manifest, as_yaml, render
 
 FOLDER = Path(__file__).parent
 OVERLAYS = ("cpu", "elastic", "gpu", "monitoring", "spot")

@@ -44,7 +44,7 @@ machine() {  # PYTHON KIND EXPECTED_CUDA
   XDG_CACHE_HOME=$folder/cache-$1-$2 make -s train PYTHON="$1" VENV="$folder/$1" TORCH='torch===2.13.0' \
     > "$folder/$1-$2.log" 2>&1 || { tail -n 40 "$folder/$1-$2.log"; echo "error: make train fails with $name"; exit 1; }
   "$bin/horovod-train" engine check > "$folder/check.log" || { cat "$folder/check.log"; exit 1; }
-  built=$("$bin/python" -c 'from horovod_train.horovod.installed import installed_plan; print(installed_plan()["cuda"])')
+  built=$("$bin/python" -c 'from horovod_train.horovod.mpi import installed_plan; print(installed_plan()["cuda"])')
   [ "$built" = "$3" ] || { echo "error: with $name the engine has CUDA '$built', expected '$3'"; exit 1; }
   # Without a log kept the line is only in the output: a build for CPUs says why.
   [ -n "$3" ] || grep -q 'for CPUs alone, as this machine has no GPU and' "$folder/$1-$2.log" || {

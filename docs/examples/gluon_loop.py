@@ -6,8 +6,8 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from horovod_train.frameworks.mxnet import DistributedTrainer, broadcast, init
-from horovod_train.frameworks.shards import Shards
+from horovod_train.frameworks.reader import Shards
+from horovod_train.plugins.mxnet import DistributedTrainer, broadcast, init
 
 batch_size = int(sys.argv[1]) if len(sys.argv) > 1 else 32
 ranks = init()

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from sklearn.datasets import load_digits
 
-from horovod_train.frameworks.jax import average_over_ranks, broadcast, init
-from horovod_train.frameworks.shards import Shards
+from horovod_train.frameworks.reader import Shards
+from horovod_train.plugins.jax import average_over_ranks, broadcast, init
 
 ranks, batch_size = init(), int(sys.argv[1]) if len(sys.argv) > 1 else 32
 x, y = load_digits(return_X_y=True)

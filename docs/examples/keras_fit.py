@@ -5,7 +5,7 @@ import sys
 import keras
 from sklearn.datasets import load_digits
 
-from horovod_train.frameworks.keras import (
+from horovod_train.plugins.keras import (
     BroadcastState,
     ExactMetrics,
     ScaledLearningRate,

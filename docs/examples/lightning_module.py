@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from horovod_train.frameworks.lightning import HorovodStrategy
+from horovod_train.plugins.lightning import HorovodStrategy
 
 
 class Digits(lightning.LightningModule):

@@ -6,8 +6,8 @@ import keras
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from horovod_train.frameworks.shards import Shards
-from horovod_train.frameworks.tensorflow import DistributedGradientTape, broadcast, init
+from horovod_train.frameworks.reader import Shards
+from horovod_train.plugins.tensorflow import DistributedGradientTape, broadcast, init
 
 batch_size = int(sys.argv[1]) if len(sys.argv) > 1 else 32
 ranks = init()

@@ -6,7 +6,7 @@ import torch
 from sklearn.datasets import load_digits
 from transformers import TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
 
-from horovod_train.frameworks.transformers import HorovodTrainer, init
+from horovod_train.plugins.transformers import HorovodTrainer, init
 
 ranks = init()  # before TrainingArguments
 batch_size = int(sys.argv[1]) if len(sys.argv) > 1 else 32

@@ -2,6 +2,10 @@
 
 If replicas are identical, rank 0 writes. If the model is sharded, the first rank that has an array writes it.
 Every rank itself reads and verifies the state that it loads; no state is broadcast.
+
+Mapping from arrays of a state to the ranks that have them. The first of these ranks writes the array.
+
+Changes of the job and the environment since a checkpoint was written: reported, but not an error.
 """
 
 from __future__ import annotations
@@ -12,23 +16,142 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter, time
+from typing import Any
+
+from pydantic import ValidationError
 
 from horovod_train.checkpoint import store
-from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.checkpoint.changes import document_changes, job_changes
-from horovod_train.checkpoint.holders import Holders
-from horovod_train.checkpoint.newest import newest_valid
-from horovod_train.checkpoint.schema import StateDocument, checked
-from horovod_train.checkpoint.write_report import WriteReport
-from horovod_train.checkpoint.writing import Content, Writing, begin, temporary_name
+from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState, merge_trees
+from horovod_train.checkpoint.store import StateDocument, checked, newest_valid
+from horovod_train.checkpoint.writing import Content, WriteReport, Writing, begin, temporary_name
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json, gather_to_rank_0
-from horovod_train.config.evaluation import Checkpoint
+from horovod_train.config.optimization import Checkpoint
+from horovod_train.config.schema import Job
 from horovod_train.errors import CheckpointError, OperationalError, describe_ranks
+
+Key = str
+
+
+def keyed(state: ReplicaState) -> Iterator[tuple[Key, ArrayBlob]]:
+    """Yield the arrays of a rank, or parts of arrays, with keys that identify them across ranks."""
+    for section, arrays in (("model", state.model), ("optimizer", state.optimizer)):
+        for name, blob in arrays.items():
+            yield key_of(section, name, blob), blob
+
+
+def key_of(section: str, name: str, blob: ArrayBlob) -> Key:
+    """Return a key that identifies an array, or a part of one.
+
+    >>> key_of("model", "weight", ArrayBlob("float32", (2,), bytes(8)))
+    'model.weight'
+    """
+    if blob.part is None:
+        return f"{section}.{name}"
+    return f"{section}.{name} {list(blob.part.start)} {list(blob.shape)}"
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that have each array.
+
+    Attributes:
+        rank: This rank.
+        of: Ranks that have an array or part, in ascending order, by its key; for the arrays of all ranks.
+        optimizer_tree: Structure of the optimizer's state, merged over all ranks.
+    """
+
+    rank: int
+    of: Mapping[Key, tuple[int, ...]]
+    optimizer_tree: Any
+
+    @cached_property
+    def writers(self) -> tuple[int, ...]:
+        """Ranks that write to a checkpoint: rank 0, and the first rank that has each array."""
+        return tuple(sorted({0, *(ranks[0] for ranks in self.of.values())}))
+
+    def arrays_to_write(self, section: str, arrays: Mapping[str, ArrayBlob]) -> dict[str, ArrayBlob]:
+        """Return the arrays that this rank must write: those of which it is the first holder."""
+        return {
+            name: blob
+            for name, blob in arrays.items()
+            if self.of[key_of(section, name, blob)][0] == self.rank
+        }
+
+    def groups(self, keys: Iterable[Key]) -> dict[tuple[int, ...], list[Key]]:
+        """Return the keys that several ranks have, grouped by these ranks."""
+        groups: dict[tuple[int, ...], list[Key]] = {}
+        for key in keys:
+            if len(self.of[key]) > 1:
+                groups.setdefault(self.of[key], []).append(key)
+        return groups
+
+
+def find_holders(world: Communicator, state: ReplicaState) -> Holders:
+    """Return the holders of each array. Every rank must call it: it communicates if the state is sharded.
+
+    Raises:
+        CheckpointError: Ranks have optimizer states that contradict each other.
+    """
+    mine = [key for key, _ in keyed(state)]
+    if not state.is_sharded:
+        everyone = tuple(range(world.size))
+        return Holders(world.rank, dict.fromkeys(mine, everyone), state.optimizer_tree)
+    of_ranks = allgather_json(world, [mine, state.optimizer_tree])
+    found: dict[Key, list[int]] = {}
+    for rank, (keys, _) in enumerate(of_ranks):
+        for key in keys:
+            found.setdefault(key, []).append(rank)
+    tree = merge_trees([tree for _, tree in of_ranks])
+    return Holders(world.rank, {key: tuple(ranks) for key, ranks in found.items()}, tree)
+
+
+# Fields of a job that do not determine results: names, and how ranks are launched and supervised. Another
+# strategy trains the same weights.
+NOT_COMPARED = {
+    *("name", "run_dir", "run_dir_access"),
+    *("strategy", "checkpoint", "metrics", "health", "launch"),
+}
+MAX_SHOWN_CHARS = 120
+
+
+def document_changes(before: object, now: object, path: str = "") -> Iterator[str]:
+    """Yield a line for each value that differs between two JSON documents.
+
+    >>> list(document_changes({"lr": {"base": 1}, "seed": 0}, {"lr": {"base": 2}, "seed": 0}))
+    ['lr.base: 1 -> 2']
+    """
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from document_changes(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+    elif before != now:
+        yield f"{path}: {_shown(before)} -> {_shown(now)}"
+
+
+def job_changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Return a line for each difference between two resolved jobs that affects results."""
+    old = _migrated(before)
+    names = [name for name in Job.model_fields if name not in NOT_COMPARED]
+    return [line for name in names for line in document_changes(old.get(name), now.get(name), name)]
+
+
+def _migrated(job: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a stored job with defaults for fields that were added later."""
+    try:
+        return Job.model_validate(dict(job)).model_dump(mode="json")
+    except ValidationError:
+        return job
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
 
 log = logging.getLogger(__name__)
 

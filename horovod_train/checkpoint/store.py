@@ -14,6 +14,12 @@ If the model is sharded, each rank writes its shards to files with its rank in t
 
 A checkpoint is written under a temporary name, flushed, and renamed, so readers see it complete or not at
 all. The next run that opens the folder for writing removes temporary folders that remain after a crash.
+
+Selection of the checkpoint to resume from: the newest with valid checksums. Every rank must call it.
+
+Schemas with which the JSON files of a checkpoint are validated before their content is used.
+
+Checksums detect changes of a file after it was written. They do not show that this product wrote it.
 """
 
 from __future__ import annotations
@@ -21,26 +27,176 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from horovod_train.checkpoint.arrays import (
     Digest,
     Entry,
+    Piece,
+    StoredArrays,
     header_size_bytes,
     parse_header,
 )
-from horovod_train.checkpoint.schema import ManifestDocument, checked
-from horovod_train.checkpoint.stored_arrays import Piece, StoredArrays
+from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
 from horovod_train.errors import CheckpointError
+
+FileName = Annotated[
+    str,
+    Field(pattern=r"^((model|optimizer)(-[0-9]{5,7})?|rng|own)\.safetensors$|^(state|config)\.json$"),
+]
+Count = Annotated[int, Field(ge=0, le=10**12 - 1)]
+
+
+class _Document(BaseModel):
+    # Fields of later versions are accepted.
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class DigestDocument(_Document):
+    """Checksum and size of a file, as stored in a manifest."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    size_bytes: Annotated[int, Field(ge=0, le=2**60)]
+
+
+class SummaryDocument(_Document):
+    """Values that lists of checkpoints show."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    epochs: Annotated[float, Field(ge=0)]
+    metrics: dict[str, float]
+    unix_time_s: float
+    world_size: Annotated[int, Field(ge=1, le=10**7)]
+
+
+class ManifestDocument(_Document):
+    """``manifest.json``, without its own checksum."""
+
+    format: int
+    step: Count
+    files: dict[FileName, DigestDocument]
+    summary: SummaryDocument
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> ManifestDocument:
+        if missing := {"state.json", "config.json"} - self.files.keys():
+            raise ValueError(f"files: {min(missing)} is missing")
+        if not any(name.startswith("model") for name in self.files):
+            raise ValueError("files: no model")
+        return self
+
+
+class OrderDocument(_Document):
+    """Settings that determine the order of samples."""
+
+    num_samples: Annotated[int, Field(ge=1)]
+    seed: Annotated[int, Field(ge=0)]
+    shuffle: bool
+
+
+class PlateauDocument(_Document):
+    """State of ``decay: plateau``."""
+
+    factor: Annotated[float, Field(ge=0, le=1)]
+    best: float | None
+    num_without_improvement: Annotated[int, Field(ge=0)]
+    cooldown: Annotated[int, Field(ge=0)]
+
+
+class NoiseDocument(_Document):
+    """Averages of the gradient noise."""
+
+    covariances: list[float]
+    square_norms: list[float]
+    num_measured: Annotated[int, Field(ge=0)]
+
+
+class PassedIntervalsDocument(_Document):
+    """How often the interval of evaluations had passed at the last evaluation."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    interval: str
+    number: Annotated[int, Field(ge=0)]
+
+
+class ProgressDocument(_Document):
+    """Progress of training."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    order: OrderDocument
+    step: Count
+    epoch: Count
+    cursor: Annotated[int, Field(ge=0)]
+    metrics: dict[str, float]
+    metrics_step: Annotated[int, Field(ge=-1)]
+    best_metric: float | None
+    num_without_improvement: Annotated[int, Field(ge=0)]
+    stopped_early: bool
+    plateau: PlateauDocument | None = None
+    noise: NoiseDocument | None = None
+    scaled_epochs: Annotated[float, Field(ge=0)] | None = None
+    evaluation: PassedIntervalsDocument | None = None
+    epochs_of_steps: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    """These fields are absent in checkpoints of former versions."""
+
+
+class ResumeDocument(_Document):
+    """A resume of training from a checkpoint."""
+
+    checkpoint: str
+    unix_time_s: float
+    world_size: int
+    changes: list[str]
+
+    def as_text(self) -> str:
+        """Return a human-readable line."""
+        changes = "; ".join(self.changes) or "nothing was changed"
+        return f"resumed from {self.checkpoint} on {self.world_size} rank(s): {changes}"
+
+
+class StateDocument(_Document):
+    """``state.json``. Earlier versions do not write the fields that have defaults."""
+
+    progress: ProgressDocument
+    optimizer_tree: Any
+    scaler: dict[str, float]
+    environment: dict[str, str] = {}
+    """Versions and digests of code of the run that wrote the checkpoint."""
+    history: list[ResumeDocument] = []
+    """The latest resumes of this training, up to ``manager.MAX_HISTORY``, with their changes."""
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def checked(model: type[Model], document: object, what: str) -> Model:
+    """Validate a parsed JSON document, which error messages call ``what``, with a pydantic model.
+
+    Raises:
+        CheckpointError: The document is invalid; the message names the first invalid field.
+    """
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the document"
+        raise CheckpointError(f"{what}: has an invalid field: {where}: {first['msg']}") from None
+
 
 FORMAT_VERSION = 2
 WITHOUT_ARRAY_CHECKSUMS = 1
@@ -325,3 +481,97 @@ def _all_of(file: Path, opened: BinaryIO, size_bytes: int) -> bytes:
 def checksum(document: object) -> str:
     """Return the checksum of a manifest, which the manifest itself contains."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+log = logging.getLogger(__name__)
+
+Damaged = tuple[StoredCheckpoint, list[str]]
+
+
+def newest_valid(directory: Path, world: Communicator) -> tuple[str | None, str]:
+    """Return the name of the newest valid checkpoint, or None; and the problem that prevents a start, if any.
+
+    Newer damaged checkpoints are quarantined, because they would count as the newest ones when old ones are
+    removed. If all are damaged, nothing is renamed and a problem is returned, at every start of the job: only
+    the user may decide to train from the beginning.
+    """
+    found, problem = _listed(directory, world)
+    damaged: list[Damaged] = []
+    for checkpoint in found:
+        problems, problem = _problems_of(checkpoint.path, world)
+        if problem:
+            break
+        if not problems:
+            if world.rank == 0:
+                _quarantine(damaged)
+                if checkpoint.name != (own_name := f"step-{checkpoint.step:012d}"):
+                    log.warning("%s is %s, by its manifest", checkpoint.name, own_name)
+            return checkpoint.name, ""
+        damaged.append((checkpoint, problems))
+    if problem:
+        return None, f"{directory} cannot be read: {problem}"
+    return None, str(broadcast_json(world, _why_none(directory, damaged) if world.rank == 0 else ""))
+
+
+def _listed(directory: Path, world: Communicator) -> tuple[list[StoredCheckpoint], str]:
+    """Return the checkpoints that rank 0 lists, and the error if it cannot list them."""
+    found: list[StoredCheckpoint] = []
+    problem = ""
+    if world.rank == 0:
+        try:
+            found = list_checkpoints(directory)
+        except OSError as error:
+            problem = error.strerror or str(error)
+    listed, problem = broadcast_json(world, [[[each.name, each.step] for each in found], problem])
+    return [StoredCheckpoint(directory / name, step) for name, step in listed], problem
+
+
+def _why_none(directory: Path, damaged: Sequence[Damaged]) -> str:
+    quarantined = list_damaged(directory)
+    if not damaged and not quarantined:
+        return ""
+    count = len(damaged) + len(quarantined)
+    first = damaged[0][1][0] if damaged else f"{quarantined[-1].name} was quarantined before"
+    return f"all {count} checkpoints in {directory} are damaged, the newest: {first}"
+
+
+def _problems_of(path: Path, world: Communicator) -> tuple[list[str], str]:
+    """Return damage of a checkpoint, and the error if rank 0 cannot read a file; each rank verifies a part.
+
+    If another rank finds damage, rank 0 verifies that rank's files again: hosts may have different folders
+    under this path, which is not damage.
+    """
+    files: list[str] = []
+    problems: list[str] = []
+    unreadable = ""
+    if world.rank == 0:
+        try:
+            files = list(read_manifest(path).files)
+        except CheckpointError as error:
+            problems = [error.message]
+        except OSError as error:
+            unreadable = error.strerror or str(error)
+    files, problems, unreadable = broadcast_json(world, [files, problems, unreadable])
+    if problems or unreadable:
+        return problems, unreadable
+    mine = files[world.rank :: world.size]
+    problems, unreadable = _verified(path, mine)
+    suspicious = allgather_json(world, mine if (problems or unreadable) and world.rank else [])
+    if world.rank == 0 and any(suspicious) and not unreadable:
+        of_others, unreadable = _verified(path, [file for found in suspicious for file in found])
+        problems += of_others
+    problems, unreadable = broadcast_json(world, [problems, unreadable])
+    return problems, unreadable
+
+
+def _verified(path: Path, files: Sequence[str]) -> tuple[list[str], str]:
+    try:
+        return verify(path, files), ""
+    except OSError as error:
+        return [], error.strerror or str(error)
+
+
+def _quarantine(damaged: Sequence[Damaged]) -> None:
+    for checkpoint, problems in damaged:
+        quarantined = quarantine(checkpoint.path, DAMAGED)
+        log.warning("skipping %s (kept as %s): %s", checkpoint.name, quarantined.name, "; ".join(problems))

@@ -4,6 +4,8 @@ If the model is sharded, several ranks write files into the folder that rank 0 h
 background thread, where collectives are not available. Each of the other writers therefore leaves a note, a
 small file, when it has finished. Rank 0 waits for all notes and renames the folder, unless a note or a
 collective of the main thread reports an error.
+
+Result of writing a checkpoint.
 """
 
 from __future__ import annotations
@@ -235,3 +237,21 @@ def _flush_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """Result of an attempt to write a checkpoint.
+
+    Attributes:
+        step: Optimizer step of the checkpoint.
+        seconds: Time for writing and flushing.
+        size_bytes: Size of its files, without the manifest; 0 after an error.
+        error: Reason why it was not written; empty: it was written.
+    """
+
+    step: int
+    path: str
+    seconds: float
+    size_bytes: int
+    error: str = ""

@@ -1,13 +1,391 @@
-"""Findings (ok, warn or fail, with a fix) about hosts, from the collected details."""
+"""Findings (ok, warn or fail, with a fix) about hosts, from the collected details.
+
+Facts about a host that a launch requires.
+
+Additional facts about a host, for ``horovod-train doctor``. ``hosts.py`` derives findings from them.
+
+Comparison of environments and clocks between hosts, or between ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import ctypes
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
 
-from horovod_train.checks.consistency import CLOCK_HINT, clock_mismatch, fingerprint_mismatch
-from horovod_train.checks.finding import Finding, Level
-from horovod_train.checks.host_details import HostDetails
-from horovod_train.checks.host_facts import HostFacts
+import psutil
+
+from horovod_train.horovod.build import own_patches
+from horovod_train.horovod.fingerprint import package_version
+from horovod_train.horovod.mpi import HOROVOD_VERSION, installed_mpi, installed_plan
+from horovod_train.system.machine import usable_cores
+
+FABRICS = ("infiniband", "hfi1", "cxi")
+"""Classes of adapters in /sys/class: InfiniBand, Omni-Path, Slingshot."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """Facts about a host.
+
+    Attributes:
+        python: Path of the Python interpreter.
+        prefix: Prefix of its environment.
+        mpi: MPI library of the engine, such as "Open MPI 4.1.8"; empty: unknown.
+        mpi_programs: Folder of its programs; empty: unknown.
+        mpi_environment: Variables with which ranks use it.
+        path: PATH of a command started over ssh, preceded by the programs of that environment.
+        cores: Number of cores that may be used.
+        has_fabric: Whether the host has an InfiniBand, Omni-Path or Slingshot adapter.
+        reads_memory: Whether a process may read the memory of another process.
+        addresses: IPv4 addresses of each interface that is up.
+        ssh_address: Local address of the ssh connection; empty: not connected by ssh.
+        ways: Source address of packets to each requested host to which a route exists.
+        time_s: Time of the clock, in seconds since 1970.
+        shared_memory_bytes: Free space in /dev/shm, in bytes; None: /dev/shm does not exist.
+    """
+
+    python: str
+    prefix: str
+    mpi: str
+    mpi_programs: str
+    mpi_environment: dict[str, str]
+    path: str
+    cores: int
+    has_fabric: bool
+    reads_memory: bool
+    addresses: dict[str, list[str]]
+    ssh_address: str
+    ways: dict[str, str]
+    time_s: float
+    shared_memory_bytes: int | None
+
+
+def describe_host(others: Sequence[str]) -> HostFacts:
+    """Collect the facts about this host, including the source addresses of packets to other hosts."""
+    mpi = installed_mpi()
+    path = f"{sys.prefix}/bin:{os.environ.get('PATH', os.defpath)}"
+    return HostFacts(
+        python=sys.executable,
+        prefix=sys.prefix,
+        mpi=str(mpi or ""),
+        mpi_programs=str(mpi.programs) if mpi else "",
+        mpi_environment=mpi.environment({**os.environ, "PATH": path}) if mpi else {},
+        path=path,
+        cores=usable_cores(),
+        has_fabric=any(entry for name in FABRICS for entry in Path("/sys/class", name).glob("*")),
+        reads_memory=can_read_memory(),
+        addresses=addresses_by_interface(),
+        # The format is "client-address client-port server-address server-port".
+        ssh_address=(os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
+        ways={name: way for name in others if (way := source_towards(name))},
+        time_s=time.time(),
+        shared_memory_bytes=_free_bytes(SHARED_MEMORY),
+    )
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Return the free space of a folder in bytes, or None if the folder does not exist."""
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return None
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def can_read_memory() -> bool:
+    """Return whether ``process_vm_readv`` is permitted. Containers forbid it by default."""
+    source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
+    pieces = [_Piece(ctypes.cast(buffer, ctypes.c_void_p), 1) for buffer in (target, source)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        count = libc.process_vm_readv(os.getpid(), ctypes.byref(pieces[0]), 1, ctypes.byref(pieces[1]), 1, 0)
+    except AttributeError:
+        return False
+    return int(count) == 1
+
+
+def source_towards(host: str) -> str:
+    """Return the source address of packets from this machine to a host; empty: no route."""
+    try:
+        # Connecting a datagram socket sends nothing; it only determines the route.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            source: str = probe.getsockname()[0]
+            return source
+    except OSError:
+        return ""
+
+
+def addresses_by_interface() -> dict[str, list[str]]:
+    """Return the IPv4 addresses of each interface that is up."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return {
+        name: [found.address for found in addresses if found.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up
+    }
+
+
+COMMAND_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Horovod installation of a host.
+
+    Attributes:
+        horovod: Installed version; empty: not installed.
+        wanted: Required version.
+        build: Key of the build; None: not built by ``horovod-train engine build``.
+        nccl: Version of NCCL; empty: built without NCCL.
+        patches_differ: Names of patches that differ from those of the installed horovod-train.
+    """
+
+    horovod: str
+    wanted: str
+    build: str | None
+    nccl: str
+    patches_differ: list[str]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, with values as printed by ``nvidia-smi``.
+
+    Attributes:
+        clock: Current SM clock, such as ``1980 MHz``.
+        max_clock: Maximum SM clock.
+        ecc_errors: Lifetime number of uncorrected memory errors; ``[N/A]``: not counted.
+        mig: MIG mode: ``Enabled``, ``Disabled`` or ``[N/A]``.
+    """
+
+    index: str
+    name: str
+    driver_version: str
+    uuid: str
+    clock: str = ""
+    max_clock: str = ""
+    ecc_errors: str = ""
+    mig: str = ""
+
+
+GPU_QUERY = (
+    "index,name,driver_version,uuid,clocks.sm,clocks.max.sm,ecc.errors.uncorrected.aggregate.total,"
+    "mig.mode.current"
+)
+"""The fields of ``Gpu``, in the syntax of ``nvidia-smi --query-gpu``."""
+
+
+@dataclass(frozen=True)
+class HostDetails(HostFacts):
+    """Facts about a host, and details that take longer to collect.
+
+    Attributes:
+        python_version: Version of Python.
+        engine: Horovod installation.
+        names: Address of each requested host name; empty: the name cannot be resolved.
+        disks: Free space for each requested folder, in bytes.
+        open_files: Limit of open files per process.
+        locked_memory_bytes: Limit of locked memory per process, in bytes; -1: no limit.
+        load: Load average of the last minute.
+        gpus: GPUs.
+        gpu_links: Distinct link types between GPUs: NV18, PIX, PHB, NODE, SYS, ...
+        gpu_peers: Distinct states of peer-to-peer reads between GPUs: OK, NS, ...
+        infiniband: Names of InfiniBand adapters.
+        speeds_mbit_s: Speed of each network interface that is up; 0: unknown.
+        busy_ports: Requested TCP ports that are in use.
+    """
+
+    python_version: str
+    engine: EngineFacts
+    names: dict[str, str]
+    disks: dict[str, int]
+    open_files: int
+    locked_memory_bytes: int
+    load: float
+    gpus: list[Gpu]
+    gpu_links: list[str]
+    gpu_peers: list[str]
+    infiniband: list[str]
+    speeds_mbit_s: dict[str, int]
+    busy_ports: list[int]
+
+
+def examine_host(folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> HostDetails:
+    """Collect the facts about this host, with free space for folders, addresses of names and busy ports."""
+    up = {name: stats for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return HostDetails(
+        **vars(describe_host(names)),
+        python_version=platform.python_version(),
+        engine=_engine(),
+        names={name: _address(name) for name in names},
+        disks={folder: _free_bytes_of(folder) for folder in folders},
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        load=os.getloadavg()[0],
+        gpus=_gpu_details(),
+        gpu_links=cells_of(_output("nvidia-smi", "topo", "-m")),
+        gpu_peers=cells_of(_output("nvidia-smi", "topo", "-p2p", "r")),
+        infiniband=sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
+        speeds_mbit_s={name: stats.speed for name, stats in up.items()},
+        busy_ports=[port for port in ports if not _is_free(port)],
+    )
+
+
+def _engine() -> EngineFacts:
+    plan = installed_plan() or {}
+    return EngineFacts(
+        horovod=package_version("horovod") or "",
+        wanted=HOROVOD_VERSION,
+        build=plan.get("key"),
+        nccl=plan.get("nccl", ""),
+        patches_differ=sorted({name for name, _ in own_patches().items() ^ plan.get("patches", {}).items()}),
+    )
+
+
+def _gpu_details() -> list[Gpu]:
+    text = _output("nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader")
+    found = [line.split(", ") for line in text.splitlines()]
+    return [Gpu(*values) for values in found if len(values) == len(fields(Gpu))]
+
+
+def cells_of(table: str) -> list[str]:
+    r"""Return the distinct entries for pairs of GPUs in a table of ``nvidia-smi topo``.
+
+    >>> cells_of("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-51\nGPU1\tNV18\t X \t0-51")
+    ['NV18']
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", table)  # the header is underlined by escape sequences
+    rows = [line.split("\t") for line in plain.splitlines()]
+    heads = next((row for row in rows if "GPU0" in [cell.strip() for cell in row]), [])
+    places = [place for place, cell in enumerate(heads) if re.fullmatch(r"\s*GPU\d+\s*", cell)]
+    gpu_rows = [row for row in rows if re.fullmatch(r"\s*GPU\d+\s*", row[0])]
+    found = {row[place].strip() for row in gpu_rows for place in places if place < len(row)}
+    return sorted(found - {"X", ""})
+
+
+def _output(*command: str) -> str:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        ).stdout
+    return ""
+
+
+def _address(name: str) -> str:
+    with suppress(OSError):
+        return socket.gethostbyname(name)
+    return ""
+
+
+def _free_bytes_of(folder: str) -> int:
+    path = Path(folder)
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    with suppress(OSError):
+        return shutil.disk_usage(path).free
+    return 0
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+CLOCK_HINT = "synchronize the clocks (chrony, systemd-timesyncd), or raise health.max_clock_offset_s"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Difference between hosts or ranks.
+
+    Attributes:
+        lines: For each property that differs, its values and the hosts or ranks with each value.
+        outliers: Hosts or ranks with another value than the most frequent one; for clocks, the one furthest
+            from the median.
+        is_known: Whether the outliers deviate from a majority; otherwise any side may be the wrong one.
+    """
+
+    lines: tuple[str, ...]
+    outliers: tuple[str, ...]
+    is_known: bool = True
+
+
+def fingerprint_mismatch(
+    fingerprints: Mapping[str, Mapping[str, str]], named: Callable[[Sequence[str]], str] = ", ".join
+) -> Mismatch | None:
+    """Return the differences between fingerprints of hosts or ranks, or None; ``named`` formats their names.
+
+    >>> fingerprint_mismatch({"a": {"torch": "2"}, "b": {"torch": "3"}, "c": {"torch": "2"}})
+    Mismatch(lines=('torch: 2 on a, c; 3 on b',), outliers=('b',), is_known=True)
+    """
+    lines: list[str] = []
+    outliers: set[str] = set()
+    is_known = True
+    for what in dict.fromkeys(what for each in fingerprints.values() for what in each):
+        holders: dict[str, list[str]] = {}
+        for who, each in fingerprints.items():
+            holders.setdefault(each.get(what, "missing"), []).append(who)
+        if len(holders) == 1:
+            continue
+        usual = max(holders.values(), key=len)
+        is_known = is_known and 2 * len(usual) > len(fingerprints)
+        outliers.update(who for some in holders.values() if some is not usual for who in some)
+        lines.append(f"{what}: " + "; ".join(f"{value} on {named(who)}" for value, who in holders.items()))
+    return Mismatch(tuple(lines), tuple(sorted(outliers)), is_known) if lines else None
+
+
+def clock_mismatch(
+    times_s: Mapping[str, float],
+    max_offset_s: float,
+    apart_s: float = 0.0,
+    named: Callable[[str], str] = str,
+) -> Mismatch | None:
+    """Return a mismatch if two clocks differ by more than the limit, or None.
+
+    Args:
+        times_s: Time of each clock at the same moment, by name of the host or rank, in seconds.
+        max_offset_s: Maximum difference between two clocks, in seconds.
+        apart_s: Maximum time between the moments at which the clocks were read, in seconds.
+        named: Formats a name for a message.
+
+    >>> clock_mismatch({"a": 10.0, "b": 3.0, "c": 10.5}, 5.0).lines
+    ('the clock of c is 7.5 s ahead of that of b; 5 s are allowed',)
+    """
+    latest = max(times_s, key=lambda who: times_s[who])
+    earliest = min(times_s, key=lambda who: times_s[who])
+    offset_s = times_s[latest] - times_s[earliest]
+    if offset_s <= max_offset_s + apart_s:
+        return None
+    usual_s = statistics.median(times_s.values())
+    outliers = max((latest, earliest), key=lambda who: abs(times_s[who] - usual_s))
+    line = (
+        f"the clock of {named(latest)} is {offset_s:.1f} s ahead of that of {named(earliest)}; "
+        f"{max_offset_s:g} s are allowed"
+    )
+    return Mismatch((line,), (outliers,), is_known=len(times_s) > 2)
+
 
 GIB = 1024**3
 MIN_DISK_BYTES = 5 * GIB
@@ -208,3 +586,51 @@ def clock(offsets_s: Mapping[str, float], max_offset_s: float) -> Iterator[Findi
     for host, offset_s in offsets_s.items():
         level: Level = "fail" if abs(offset_s) > max_offset_s or host in outliers else "ok"
         yield Finding(host, "clock", f"{offset_s:+.3f} s relative to this machine", level, CLOCK_HINT)
+
+
+Level = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check.
+
+    Attributes:
+        host: The checked host; empty: all hosts, or this machine.
+        what: Subject of the check.
+        found: Result of the check.
+        level: ok, warn, or fail. With fail, jobs cannot run.
+        fix: Recommended action; printed unless the level is ok.
+    """
+
+    host: str
+    what: str
+    found: str
+    level: Level = "ok"
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return self.line()
+
+    def line(self, *, with_host: bool = True) -> str:
+        """Return the finding as text, with its fix on a second line."""
+        fix = f"\n       fix: {self.fix}" if self.fix and self.level != "ok" else ""
+        host = f"{self.host or 'all':<16} " if with_host else ""
+        return f"{self.level:<4} {host}{self.what:<14} {self.found}{fix}"
+
+    def as_json(self) -> dict[str, str]:
+        """Return the finding as a JSON object."""
+        return asdict(self)
+
+
+def prevents_jobs(findings: Sequence[Finding]) -> bool:
+    """Return whether any finding prevents jobs from running."""
+    return any(finding.level == "fail" for finding in findings)
+
+
+def report(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield the findings as text, then a summary."""
+    yield from map(str, findings)
+    failed = sum(finding.level == "fail" for finding in findings)
+    num_warnings = sum(finding.level == "warn" for finding in findings)
+    yield f"{len(findings)} findings: {failed} prevent jobs from running, {num_warnings} are warnings"

@@ -8,33 +8,36 @@ from typing import NoReturn
 
 import click
 
-from horovod_train import __version__
 from horovod_train.errors import HorovodTrainError
+from horovod_train.version import __version__
 
-VERBS = {
-    "run": "Train a job, and wait until it ends.",
-    "submit": "Start a job, and return immediately.",
-    "status": "Show state, progress and slow ranks of a job.",
-    "logs": "Show the output of a job.",
-    "wait": "Wait until a job has ended; exits with its exit code.",
-    "drain": "Request a job to save a checkpoint and exit, without a time limit.",
-    "cancel": "End a job; ranks may save a checkpoint within the grace period.",
-    "list": "List the jobs of this account.",
-    "report": "Write a report of runs, or a comparison, as HTML or Markdown.",
-    "study": "Train a job on several numbers of ranks, and show what scaling costs.",
-    "render": "Print the command, batch script or manifests of a launch.",
-    "plan": "Show the commands, the learning rate and the memory of a job.",
-    "worker": "Run one rank; started by a launcher.",
-    "serve": "Serve a web page of jobs, and targets and metrics for Prometheus.",
-    "ui": "Alias of serve.",
-    "targets": "Serve targets and metrics for Prometheus, without the page.",
-    "dashboards": "Export dashboards for Grafana and rules for Prometheus.",
-    "doctor": "Check this machine, hosts or a cluster.",
-    "config": "Show, check and describe job descriptions.",
-    "checkpoint": "List, verify, compare and export checkpoints.",
-    "engine": "Build and check Horovod.",
-    "frameworks": "Show the frameworks and their refused fields.",
-    "tasks": "Show the tasks that ship with this package.",
+VERBS = {  # name: module and purpose
+    "run": ("horovod_train.cli.run", "Train a job, and wait until it ends."),
+    "submit": ("horovod_train.cli.jobs", "Start a job, and return immediately."),
+    "status": ("horovod_train.cli.jobs", "Show state, progress and slow ranks of a job."),
+    "logs": ("horovod_train.cli.jobs", "Show the output of a job."),
+    "wait": ("horovod_train.cli.jobs", "Wait until a job has ended; exits with its exit code."),
+    "drain": ("horovod_train.cli.jobs", "Request a job to save a checkpoint and exit, without a time limit."),
+    "cancel": ("horovod_train.cli.jobs", "End a job; ranks may save a checkpoint within the grace period."),
+    "list": ("horovod_train.cli.jobs", "List the jobs of this account."),
+    "report": ("horovod_train.cli.files", "Write a report of runs, or a comparison, as HTML or Markdown."),
+    "study": (
+        "horovod_train.plugins.study.command",
+        "Train a job on several numbers of ranks, and show what scaling costs.",
+    ),
+    "render": ("horovod_train.cli.plan", "Print the command, batch script or manifests of a launch."),
+    "plan": ("horovod_train.cli.plan", "Show the commands, the learning rate and the memory of a job."),
+    "worker": ("horovod_train.cli.run", "Run one rank; started by a launcher."),
+    "serve": ("horovod_train.cli.serve", "Serve a web page of jobs, and targets and metrics for Prometheus."),
+    "ui": ("horovod_train.cli.serve", "Alias of serve."),
+    "targets": ("horovod_train.cli.serve", "Serve targets and metrics for Prometheus, without the page."),
+    "dashboards": ("horovod_train.cli.files", "Export dashboards for Grafana and rules for Prometheus."),
+    "doctor": ("horovod_train.cli.doctor", "Check this machine, hosts or a cluster."),
+    "config": ("horovod_train.cli.about", "Show, check and describe job descriptions."),
+    "checkpoint": ("horovod_train.cli.files", "List, verify, compare and export checkpoints."),
+    "engine": ("horovod_train.cli.about", "Build and check Horovod."),
+    "frameworks": ("horovod_train.cli.about", "Show the frameworks and their refused fields."),
+    "tasks": ("horovod_train.cli.about", "Show the tasks that ship with this package."),
 }
 
 
@@ -49,13 +52,14 @@ class LazyGroup(click.Group):
         """Import and return a command, or return None if it does not exist."""
         if name not in VERBS:
             return None
-        command: click.Command = import_module(f"horovod_train.cli.cmd_{name}").command
+        module, _ = VERBS[name]
+        command: click.Command = getattr(import_module(module), f"{name}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(VERBS.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar, Unpack
 
 import click
 
-from horovod_train.config.shipped import job_file, refuse_script
+from horovod_train.config.load import job_file, refuse_script
 from horovod_train.errors import UserError
 from horovod_train.registry import SCRIPT
 

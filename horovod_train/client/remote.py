@@ -18,9 +18,8 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urlencode, urlsplit
 
 from horovod_train.client.handle import JobHandle, JobResult
-from horovod_train.config.load import plain_values, read_tree
+from horovod_train.config.load import job_file, plain_values, read_tree
 from horovod_train.config.schema import Job
-from horovod_train.config.shipped import job_file
 from horovod_train.errors import (
     ConfigError,
     KeyUsedError,
@@ -30,8 +29,7 @@ from horovod_train.errors import (
     UnansweredError,
     UserError,
 )
-from horovod_train.events.file import Record, parsed_records
-from horovod_train.events.series import Series
+from horovod_train.events.file import Record, Series, parsed_records
 from horovod_train.launch.base import PATIENCE_S, JobStatus
 
 TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (name of a variable)

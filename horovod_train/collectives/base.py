@@ -2,17 +2,94 @@
 
 ``Communicator`` has two collectives, an all-reduce of numbers and an all-gather of bytes, so that tests need
 only a small fake. Agreement, JSON messages and comparisons use these two. Messages are never pickled.
+
+The communicators of a rank: all ranks of the job, and its data-parallel group.
+
+Ring buffer of a rank's last collectives, always enabled; it names the tensor of a hung collective.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from time import monotonic
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
-from horovod_train.collectives.log import Waiting
+from horovod_train.config.support import Axes
+from horovod_train.errors import UserError
+
+LENGTH = 256
+
+
+@dataclass(slots=True)
+class Collective:
+    """One collective of this rank.
+
+    Attributes:
+        name: Name, equal on all ranks.
+        size_bytes: Size of this rank's input.
+        begun_s: Start time (``monotonic``).
+        ended_s: Time at which this rank received the result; None: not yet.
+    """
+
+    name: str
+    size_bytes: int
+    begun_s: float
+    ended_s: float | None = None
+    is_collective: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        """Return name and size.
+
+        >>> str(Collective("horovod_train.bucket.0.3", 8 * 2**20, 0.0))
+        'horovod_train.bucket.0.3 (8.0 MiB)'
+        """
+        return f"{self.name} ({self.size_bytes / 2**20:.1f} MiB)"
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceWork:
+    """Work queued on this rank's device, while the host waits for its end.
+
+    Attributes:
+        phase: Function that returns the phase of the step that the device executes.
+    """
+
+    phase: Callable[[], str]
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the device itself waits for data of other ranks."""
+        return self.phase() == "allreduce_wait"
+
+    def __str__(self) -> str:
+        """Return the phase, as text for the user."""
+        return f"its device's {self.phase()}"
+
+
+Waiting = Collective | DeviceWork
+"""Object of a wait: a collective, or work of the device."""
+
+
+class CollectiveLog:
+    """Ring buffer of the last collectives, in the order in which they were started."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self._entries: deque[Collective] = deque(maxlen=length)
+
+    def begin(self, name: str, size_bytes: int) -> Collective:
+        """Record the start of a collective."""
+        entry = Collective(name, size_bytes, monotonic())
+        self._entries.append(entry)
+        return entry
+
+    def entries(self) -> list[Collective]:
+        """Return the collectives, oldest first. Only the thread that starts collectives may call this."""
+        return list(self._entries)
+
 
 Result = TypeVar("Result")
 CHUNK_BYTES = 64 * 2**20
@@ -148,3 +225,49 @@ def mean_over_ranks(world: Communicator, sums: Mapping[str, tuple[float, int]]) 
             old_total, old_count = totals.get(name, (0.0, 0))
             totals[name] = (old_total + total, old_count + count)
     return {name: total / count for name, (total, count) in totals.items() if count}
+
+
+@runtime_checkable
+class Splits(Protocol):
+    """A communicator that can be split into groups."""
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Return the communicator of the group that contains this rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a job and the data-parallel group of this rank.
+
+    The samples of a rank, the mean over a step and the scale of the learning rate depend on ``data``, never
+    on ``world``. With data parallelism alone, both are the same communicator.
+
+    Attributes:
+        world: All ranks.
+        data: This rank's data-parallel group. Its ranks store the same part of the model and read different
+            samples; together they read all samples of a step.
+        axes: Arrangement of all ranks.
+    """
+
+    world: Communicator
+    data: Communicator
+    axes: Axes = field(default_factory=lambda: Axes(1))
+
+    @classmethod
+    def of(cls, world: Communicator, axes: Axes) -> Mesh:
+        """Return the mesh of ranks that are arranged along axes; every rank must call it.
+
+        Raises:
+            UserError: The communicator cannot be split.
+        """
+        if axes.data == world.size:
+            return cls(world, world, axes)
+        if not isinstance(world, Splits):
+            raise UserError("this framework does not support model parallelism", hint="use framework: torch")
+        return cls(world, world.split(axes.data_groups()), axes)
+
+    @classmethod
+    def data_parallel(cls, world: Communicator) -> Mesh:
+        """Return the mesh of a job with data parallelism alone."""
+        return cls(world, world, Axes(world.size))

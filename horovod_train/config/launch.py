@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, StringConstraints, create_model
@@ -21,8 +22,8 @@ from horovod_train.config.fields import (
     VariableName,
     slots_of,
 )
-from horovod_train.config.support import launcher_sections
 from horovod_train.errors import UserError
+from horovod_train.registry import LAUNCHERS
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -200,6 +201,14 @@ class LaunchFields(Section):
             f"launch has no section with the settings {model.__module__}.{model.__name__}",
             hint="the module of a support object may not import horovod_train.config.schema or launch",
         )
+
+
+def launcher_sections() -> Iterator[tuple[str, str, type[Section]]]:
+    """Yield the sections of launchers in ``launch``: the name, the launcher's name and the model."""
+    for name in LAUNCHERS.rows:
+        support: Any = LAUNCHERS.support_or_none(name)
+        if section := getattr(support, "section", ""):
+            yield section, name, support.settings
 
 
 def _with_sections() -> type[LaunchFields]:

@@ -1,6 +1,8 @@
 """Load a job description from a file, the environment and ``--set``, and report all problems.
 
 Only this module handles a job as a plain dictionary.
+
+Job descriptions that ship with this package, by name.
 """
 
 from __future__ import annotations
@@ -21,14 +23,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from horovod_train.config.code_fields import code_fields
-from horovod_train.config.former import present_path, set_field, with_present_names
-from horovod_train.config.path_rules import no_such_file
-from horovod_train.config.problems import explain, field_path, shorten
-from horovod_train.config.rules import broken_rules
+from horovod_train.config.fields import present_path, set_field, with_present_names
+from horovod_train.config.launch import launcher_sections
+from horovod_train.config.problems import code_fields, explain, field_path, shorten
+from horovod_train.config.rules import broken_rules, no_such_file
 from horovod_train.config.schema import Job
-from horovod_train.config.support import launcher_sections
-from horovod_train.errors import ConfigError, Problem
+from horovod_train.errors import ConfigError, Problem, UserError, did_you_mean
 from horovod_train.registry import EXAMPLE_TASK, LAUNCHERS
 
 ENV_PREFIX = "HOROVOD_TRAIN__"
@@ -432,3 +432,32 @@ def dump_job(job: Job) -> str:
         if launcher not in LAUNCHERS.builtin and section not in job.launch.model_fields_set
     }
     return job.model_dump_json(indent=2, exclude={"launch": unset}) + "\n"
+
+
+TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
+
+
+def job_file(name: str) -> Path:
+    """Return the file of a job, given its path or the name of a shipped task.
+
+    Raises:
+        UserError: Neither exists, or the path is that of a script.
+    """
+    refuse_script(name)
+    path = Path(name)
+    shipped = {file.stem: file for file in sorted(TASKS_FOLDER.glob("*.yaml"))}
+    if path.is_file():
+        return path
+    if name in shipped:
+        return shipped[name]
+    near = [*shipped, *(file.name for file in Path().glob("*.yaml"))]
+    raise UserError(
+        f"no job {name!r}: neither a file nor a shipped task ({', '.join(shipped)})",
+        hint=did_you_mean(name, near),
+    )
+
+
+def refuse_script(name: str) -> None:
+    """Raise ``UserError`` if a job is named by the path of a Python script."""
+    if name.endswith(".py"):
+        raise UserError(f"{name} is a script, not a job", hint=f"run it with --script {name} -- ARGS")

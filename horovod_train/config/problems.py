@@ -1,9 +1,14 @@
-"""Conversion of pydantic's errors into readable problems with hints."""
+"""Conversion of pydantic's errors into readable problems with hints.
+
+Fields of a job that name code of the user, as ``file.py:name`` or ``module:name``.
+
+Job descriptions as flat tables of dotted paths.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import get_args
 
 from pydantic import BaseModel, ValidationError
@@ -137,13 +142,13 @@ def _explain_one(details: ErrorDetails, model: type[BaseModel]) -> Problem:
         allowed = PATTERN_HINTS[names[-1]] if names else details["ctx"]["pattern"]
         return Problem(path, found, "is not allowed here", f"allowed: {allowed}")
     sentence = SENTENCES.get(kind, details["msg"])
-    message = sentence.format(**_plain(details.get("ctx", {})))
+    message = sentence.format(**_plain_text(details.get("ctx", {})))
     hint = "write it without quotes" if _is_quoted_number(kind, details.get("input")) else ""
     hint = hint or _HINTS.get((str(location[-1]) if location else "", str(details.get("input"))), "")
     return Problem(path, found, message, hint)
 
 
-def _plain(context: Mapping[str, object]) -> dict[str, object]:
+def _plain_text(context: Mapping[str, object]) -> dict[str, object]:
     return {key: f"{value:g}" if isinstance(value, float) else value for key, value in context.items()}
 
 
@@ -169,3 +174,56 @@ def _fields_at(model: type[BaseModel], location: Sequence[str | int]) -> list[st
             return []
         model = sections[0]
     return list(model.model_fields)
+
+
+PATHS = (
+    "task",
+    "optimizer.name",
+    "optimizer.schedules.*",
+    "lr.scaling",
+    "lr.decay",
+    "strategy",
+    "strategy.name",
+    "allreduce.codec.name",
+    "metrics.trackers.*.name",
+)
+"""Paths of these fields; ``*`` is each name of a mapping, or each place of a list."""
+
+Container = MutableMapping[str, object] | MutableSequence[object]
+
+
+def code_fields(tree: MutableMapping[str, object]) -> Iterator[tuple[str, Container, str | int, str]]:
+    """Yield path, container, key and text of each of these fields that is a text, in a tree of plain values.
+
+    >>> [path for path, *_ in code_fields({"task": "a.py:A", "metrics": {"trackers": [{"name": "csv"}]}})]
+    ['task', 'metrics.trackers.0.name']
+    """
+    for path in PATHS:
+        yield from _values_at(tree, path.split("."), ())
+
+
+def _values_at(
+    node: object, parts: list[str], passed: tuple[str | int, ...]
+) -> Iterator[tuple[str, Container, str | int, str]]:
+    part, *rest = parts
+    keys: list[str | int] = []
+    if isinstance(node, MutableMapping):
+        keys = list(node) if part == "*" else [part]
+    elif isinstance(node, MutableSequence) and part == "*":
+        keys = list(range(len(node)))
+    for key in keys:
+        value = node.get(key) if isinstance(node, MutableMapping) else node[key]  # type: ignore[index]
+        place = (*passed, key)
+        if rest:
+            yield from _values_at(value, rest, place)
+        elif isinstance(value, str):
+            yield ".".join(map(str, place)), node, key, value  # type: ignore[misc]
+
+
+def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str | float | bool]]:
+    """Yield the values of nested mappings by dotted path; null, and values of other types, as text."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str | bool | int | float) else str(value)

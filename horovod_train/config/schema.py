@@ -9,20 +9,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from horovod_train.config.duration import Duration, Interval
-from horovod_train.config.evaluation import Checkpoint, Evaluation
 from horovod_train.config.fields import (
     Count,
+    Duration,
     ImportPath,
+    Interval,
     Name,
     Port,
     Seconds,
     Section,
     VariableName,
+    with_present_names,
 )
-from horovod_train.config.former import with_present_names
 from horovod_train.config.launch import Launch
-from horovod_train.config.optimization import AUTO, Ema, LearningRate, Optimizer
+from horovod_train.config.optimization import AUTO, Checkpoint, Ema, Evaluation, LearningRate, Optimizer
 from horovod_train.registry import DEFAULT_STRATEGY, SCRIPT
 
 MAX_EPOCHS = 1_000_000

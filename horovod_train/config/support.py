@@ -1,26 +1,122 @@
 """What rows of registries declare: arguments, fields of the job that they do not support, and properties.
 
 ``rules.py`` checks arguments and refuses fields before anything starts.
+
+Arrangement of ranks along a data, a pipeline and a tensor axis.
+
+    rank = (data x num_pipeline + pipeline) x num_tensor + tensor
+
+Consecutive ranks, usually of one host, are along the tensor axis, because it communicates most. The next axis
+is the pipeline axis, the outermost the data axis.
+
+Estimates of the memory that a rank needs under each strategy, from the sizes of a job.
+
+    resident  weights, buffers and optimizer state, which are allocated between steps
+    passes    resident + activations and gradients at the peak of forward and backward
+    update    resident + gradients + temporary tensors at the peak of the optimizer's step
+    peak      the larger of passes and update
+
+A strategy divides some of these sizes by the number of ranks that shard them, and adds copies of its own: its
+row declares how (``StrategySupport.memory``).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from horovod_train.config.axes import Axes
-from horovod_train.config.fields import Section
+from horovod_train.config.fields import OneLine, Section, is_command
 from horovod_train.config.optimization import Scaled
-from horovod_train.errors import HorovodTrainError, Problem
+from horovod_train.errors import HorovodTrainError, Problem, UserError
 from horovod_train.registry import CODECS, FRAMEWORKS, LAUNCHERS, SCALINGS, STRATEGIES, TRACKERS, Registry
 
 if TYPE_CHECKING:
-    from horovod_train.config.memory import JobSizes, MemoryEstimate
     from horovod_train.config.schema import Job
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Lengths of the axes.
+
+    Attributes:
+        data: Number of groups that read different samples.
+        pipeline: Number of ranks in a pipeline.
+        tensor: Number of ranks among which each layer is sharded.
+    """
+
+    data: int
+    pipeline: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, world_size: int, *, pipeline: int | None = 1, tensor: int | None = 1) -> Axes:
+        """Return the axes of ``world_size`` ranks; with None, an axis has the maximum length.
+
+        >>> Axes.of(8, pipeline=2, tensor=2)
+        Axes(data=2, pipeline=2, tensor=2)
+
+        Raises:
+            UserError: ``pipeline * tensor`` does not divide the number of ranks.
+        """
+        tensor = max(1, world_size // (pipeline or 1)) if tensor is None else tensor
+        pipeline = max(1, world_size // tensor) if pipeline is None else pipeline
+        data, rest = divmod(world_size, pipeline * tensor)
+        if rest or not data:
+            found = " x ".join(
+                f"{length} {name}"
+                for name, length in (("stages", pipeline), ("tensor ranks", tensor))
+                if length > 1
+            )
+            raise UserError(
+                f"strategy: {found} do not divide {world_size} ranks",
+                hint=f"start a multiple of {pipeline * tensor} ranks, or change strategy.args",
+            )
+        return cls(data, pipeline, tensor)
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Return the coordinates of a rank along the axes data, pipeline and tensor.
+
+        >>> Axes(data=2, pipeline=2, tensor=2).place(5)
+        (1, 0, 1)
+        """
+        rest, tensor = divmod(rank, self.tensor)
+        data, pipeline = divmod(rest, self.pipeline)
+        return data, pipeline, tensor
+
+    def rank(self, data: int, pipeline: int, tensor: int) -> int:
+        """Return the rank at these coordinates."""
+        return (data * self.pipeline + pipeline) * self.tensor + tensor
+
+    def pipelines(self) -> list[list[int]]:
+        """Return the ranks of each pipeline, in the order of stages.
+
+        >>> Axes(data=2, pipeline=2).pipelines()
+        [[0, 1], [2, 3]]
+        """
+        return [
+            [self.rank(data, pipeline, tensor) for pipeline in range(self.pipeline)]
+            for data in range(self.data)
+            for tensor in range(self.tensor)
+        ]
+
+    def data_groups(self) -> list[list[int]]:
+        """Return the groups of ranks that store the same part of the model and read different samples.
+
+        >>> Axes(data=2, tensor=2).data_groups()
+        [[0, 2], [1, 3]]
+        """
+        return [
+            [self.rank(data, pipeline, tensor) for data in range(self.data)]
+            for pipeline in range(self.pipeline)
+            for tensor in range(self.tensor)
+        ]
+
 
 Support_ = TypeVar("Support_")
 
@@ -124,6 +220,9 @@ class LauncherSupport:
         settings: Model of the section, all of whose fields have defaults.
         rules: Yields problems of a job, whichever its launcher; it may not import the schema of jobs.
         has_own_image: Ranks run in an image of the launcher, which contains the code of the job.
+        examine: ``module:name`` of a function that examines where it starts ranks: of the request of a job,
+            whether a job was named, whether to measure, and a function that reports a line of progress. It
+            returns the findings and the measured all-reduces.
     """
 
     factory: str = ""
@@ -131,6 +230,75 @@ class LauncherSupport:
     settings: type[Section] = NoArguments
     rules: Callable[[Job], Iterator[Problem]] | None = None
     has_own_image: bool = False
+    examine: str = ""
+
+
+class Batch(Section):
+    """Settings of a batch job. ``run_dir`` must be on a shared filesystem."""
+
+    requeue: bool = True
+    """Requeue the job if it is preempted before its time limit."""
+
+    setup: list[OneLine] = []
+    """Shell commands at the start of the batch script, such as ``module load cuda``."""
+
+
+@dataclass(frozen=True)
+class BatchSystem:
+    """A batch system.
+
+    Attributes:
+        launcher: Name of the launcher that submits jobs, and of the section of its settings in ``launch``;
+            ``launcher``-allocation starts ranks in an allocation.
+        name: Name in messages.
+        settings: Model of the section.
+        array: Regular expression of the beginning of an option that submits a job array.
+        options: Returns the options of a job, as they are written in a script.
+        is_split: Options are split into arguments, as a shell does.
+        requires_mpi: Only the process managers of MPI start ranks.
+    """
+
+    launcher: str
+    name: str
+    settings: type[Batch]
+    array: str
+    options: Callable[..., Sequence[str]]
+    is_split: bool = False
+    requires_mpi: bool = False
+
+    def problems(self, job: Job) -> Iterator[Problem]:
+        """Yield the problems of a job with this batch system."""
+        settings = job.launch.settings(self.settings)
+        if job.launch.launcher in (self.launcher, f"{self.launcher}-allocation"):
+            yield from self._problems_of_launch(job)
+        path = f"launch.{self.launcher}.options"
+        for option in self.options(settings):
+            if self.is_split and not is_command(option):
+                yield Problem(path, repr(option), "cannot be split", "close its quotes")
+            if re.match(self.array, option):
+                yield Problem(
+                    path,
+                    repr(option),
+                    "submits a job array, and each of its jobs would be this run",
+                    f"call `horovod-train run --launcher {self.launcher}-allocation` in a batch script of "
+                    "yours",
+                )
+
+    def _problems_of_launch(self, job: Job) -> Iterator[Problem]:
+        if job.launch.elastic is not None:
+            yield Problem(
+                "launch.elastic",
+                "",
+                f"is not for {self.name}, whose jobs keep their nodes",
+                f"leave it out: launch.{self.launcher}.requeue puts the job back into the queue",
+            )
+        if self.requires_mpi and job.launch.controller != "mpi":
+            yield Problem(
+                "launch.controller",
+                repr(job.launch.controller),
+                f"is not available in {self.name}, where MPI starts the ranks",
+                "use mpi",
+            )
 
 
 @dataclass(frozen=True)
@@ -156,12 +324,6 @@ class TrackerSupport(WithArguments):
 def tracker_support(name: str) -> TrackerSupport:
     """Return what a tracker declares; one without a support object declares nothing."""
     return _support_of(TRACKERS, name, TrackerSupport(arguments=None))
-
-
-def launcher_sections() -> Iterator[tuple[str, str, type[Section]]]:
-    """Yield the sections of launchers in ``launch``: the name, the launcher's name and the model."""
-    for name, support in launchers_with_support():
-        yield support.section, name, support.settings
 
 
 def launchers_with_support() -> Iterator[tuple[str, LauncherSupport]]:
@@ -199,10 +361,7 @@ def _support_of(table: Registry, name: str, default: Support_) -> Support_:
     A row without one, or that cannot be imported, has ``default``: ``rules.names_are_known`` reports the
     latter.
     """
-    try:
-        found = table.support(name)
-    except HorovodTrainError:
-        return default
+    found = table.support_or_none(name)
     return found if isinstance(found, type(default)) else default
 
 
@@ -276,3 +435,128 @@ def frameworks_with_support() -> Iterator[tuple[str, FrameworkSupport]]:
     """Yield the frameworks of the registry and what they declare."""
     for name in FRAMEWORKS.rows:
         yield name, framework_support(name)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a job in one process, in bytes.
+
+    Attributes:
+        weights: All parameters.
+        trained: Trained parameters; equals the size of their gradients.
+        buffers: All buffers.
+        optimizer: Optimizer state.
+        activations: Other tensors at the peak of forward and backward of a micro-batch.
+        gradients_by_then: Gradients at that peak.
+        update: Temporary tensors at the peak of the optimizer's step.
+        largest: Largest parameter.
+        units: Parameters of each FSDP unit.
+        process: A process without tensors.
+    """
+
+    weights: int
+    trained: int
+    buffers: int
+    optimizer: int
+    activations: int
+    gradients_by_then: int
+    update: int
+    largest: int
+    units: Sequence[int]
+    process: int
+
+    @property
+    def gathered(self) -> int:
+        """Maximum size of gathered parameters: those outside of units, and the two largest units."""
+        return self.weights - sum(self.units) + sum(sorted(self.units)[-2:])
+
+
+@dataclass(frozen=True)
+class JobSizes:
+    """What the memory of a rank depends on.
+
+    Attributes:
+        job: The job.
+        num_ranks: Number of ranks that share the model.
+        whole: Sizes of the job in one process.
+        of_tensor_rank: Sizes of a tensor-parallel rank; None: one rank, or its layers cannot be cut.
+    """
+
+    job: Job
+    num_ranks: int
+    whole: Sizes
+    of_tensor_rank: Sizes | None = None
+
+    @cached_property
+    def bucket(self) -> float:
+        """Gradients in transit: one just computed, a bucket being filled, three being sent, in bytes."""
+        bucket_bytes = self.job.allreduce.bucket_size_mib * 2**20
+        return min(5 * max(bucket_bytes, self.whole.largest), self.whole.trained)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory that a rank needs, in bytes.
+
+    Attributes:
+        weights: Parameters and buffers.
+        gradients: All gradients.
+        optimizer: Optimizer state.
+        peak: Peak of all tensors.
+        process: Approximate peak of the process.
+        speed_rank: Place among strategies from fast to slow, by bytes sent and by overlap of communication
+            with computation: 0 (allreduce), 10 and 20 (zero), 30 and 40 (fsdp), 50 (deepspeed),
+            60 (tensor_parallel), 70 (pipeline).
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    peak: float
+    process: float
+    speed_rank: int
+
+
+def estimate(
+    sizes: Sizes,
+    *,
+    speed_rank: int,
+    weights: float = 1,
+    gradients: float = 1,
+    optimizer: float = 1,
+    passes: float = 1,
+    extra: float = 0,
+    keeps_gradients: bool = False,
+) -> MemoryEstimate:
+    """Return the memory of a rank, given divisors of weights, gradients, optimizer state and activations.
+
+    ``extra`` is additional memory in the passes, in bytes. With ``keeps_gradients``, gradients are stored in
+    buckets, which stay allocated between steps.
+    """
+    whole = sizes.weights / weights + sizes.buffers
+    state = sizes.optimizer / optimizer
+    by_then = sizes.trained if keeps_gradients else sizes.gradients_by_then
+    at_peak = whole + state + sizes.activations / passes + by_then / gradients + extra
+    in_update = whole + state + sizes.trained / gradients + sizes.update / optimizer
+    peak = max(at_peak, in_update)
+    # Each process first creates the whole model, then shards it.
+    process = max(peak, sizes.weights) + sizes.process
+    return MemoryEstimate(whole, sizes.trained / gradients, state, peak, process, speed_rank)
+
+
+def needs(sizes: JobSizes) -> dict[str, MemoryEstimate]:
+    """Return the memory that a rank needs under each strategy, with the model sharded over all ranks."""
+    return dict(_needs(sizes))
+
+
+def _needs(sizes: JobSizes) -> Iterator[tuple[str, MemoryEstimate]]:
+    for name, support in strategies_with_support():
+        variants: Mapping[str, MemoryEstimate] = support.memory(sizes) if support.memory else {}
+        for variant, found in variants.items():
+            yield f"{name} {variant}".strip(), found
+
+
+def fastest_that_fits(found: Mapping[str, MemoryEstimate], limit_bytes: float) -> str | None:
+    """Return the fastest strategy whose process memory is within the limit, or None."""
+    fitting = [(each.speed_rank, name) for name, each in found.items() if each.process <= limit_bytes]
+    return min(fitting)[1] if fitting else None

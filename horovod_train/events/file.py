@@ -4,23 +4,181 @@ Each line is a JSON object with ``time_unix_s``, ``rank`` (null: the launcher), 
 that kind (``types.py``). The size of the file is limited: before a line would exceed the limit, lines of the
 most frequent kind (usually progress) are thinned out (``thinning.py``) until the file is half full. Readers
 parse the whole file, so that the number of its lines is limited, too.
+
+Transfer of events from ranks to the launcher or agent, in files of the run folder on each host.
+
+    rank: ChannelWriter -- <run folder>/events-<pid>-<number>.jsonl --> launcher or agent: ChannelReader
+
+Events are separate from the output of ranks, which may block or end in an unfinished line. Each file has one
+writer. The writer starts a new file when the current file is large, so that the reader may delete old files.
+
+Values of steps and evaluations as series over steps.
+
+Intervals of a curve, and the points of each that show what all of them show, computed with NumPy.
+
+Thin out a curve: few points that show what all of them show, however long the run is.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from threading import Lock
 from time import monotonic, time
 from typing import Any
 
-from horovod_train import __version__
-from horovod_train.events.thinning import places_to_keep
-from horovod_train.events.types import KINDS, MAX_RANKS, Event, Notice, Opened, Progress
+from horovod_train.events.types import KINDS, MAX_RANKS, Evaluation, Event, Notice, Opened, Progress
 from horovod_train.system.files import LogFile, open_regular, read_regular, write_atomic
+from horovod_train.version import __version__
+
+MAX_FILE_BYTES = 2**20
+MAX_READ_BYTES = 2**20
+"""A call of ``ChannelReader.read`` opens no further file after this number of bytes."""
+
+
+class ChannelWriter:
+    """Writer of the events of this process, in the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pid = 0
+        self._handle = -1
+        self._number = 0
+        self._size_bytes = 0
+
+    def write(self, line: str) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: The line cannot be written, or only a part of it.
+        """
+        if self._pid != os.getpid() or self._size_bytes >= MAX_FILE_BYTES:
+            self._open_next()
+        data = f"{line}\n".encode(errors="backslashreplace")
+        while data:
+            try:
+                written = os.write(self._handle, data)
+            except OSError:
+                self._size_bytes = MAX_FILE_BYTES  # a part of this line is written: the next starts a file
+                raise
+            self._size_bytes += written
+            data = data[written:]
+
+    def _open_next(self) -> None:
+        name = f"events-{os.getpid()}-{self._number + 1:09}.jsonl"
+        handle = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.close()
+        self._handle, self._pid, self._number, self._size_bytes = handle, os.getpid(), self._number + 1, 0
+
+    def close(self) -> None:
+        """Close the file; the next line starts another file."""
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle, self._pid = -1, 0
+
+
+class ChannelReader:
+    """Reader of the events of all processes of a run on this host; returns each event once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: defaultdict[str, int] = defaultdict(int)
+
+    def read(self) -> list[str]:
+        """Return lines that were written since the last call, about MAX_READ_BYTES at most."""
+        lines: list[str] = []
+        size_bytes = 0
+        files = sorted(self._folder.glob("events-*.jsonl"))
+        for file, following in zip_longest(files, files[1:]):
+            if size_bytes >= MAX_READ_BYTES:
+                break
+            with suppress(OSError):
+                with file.open("rb") as stream:
+                    stream.seek(self._offsets[file.name])
+                    data = stream.read()
+                whole = data[: data.rfind(b"\n") + 1]
+                lines += whole.decode(errors="replace").splitlines()
+                size_bytes += len(whole)
+                self._offsets[file.name] += len(whole)
+                # The writer's next file was listed before this file was read, so this file is complete.
+                if following is not None and _pid_of(following) == _pid_of(file):
+                    file.unlink()
+                    del self._offsets[file.name]
+        return lines
+
+
+def _pid_of(file: Path) -> str:
+    return file.name.split("-")[1]
+
+
+def channel_of(environ: Mapping[str, str]) -> ChannelWriter | None:
+    """Return the channel of a rank that ``horovod-train run`` has started; None for other ranks."""
+    folder = environ.get("HOROVOD_TRAIN_RUN")
+    return ChannelWriter(Path(folder)) if folder is not None else None
+
+
+Series = dict[str, list[tuple[int, float]]]
+"""Values of each metric as (completed steps, value), in ascending order of steps."""
+
+
+def series_of(events: Iterable[Event]) -> Series:
+    """Return ``loss``, ``lr``, ``samples_per_s`` and further numbers of steps, and ``eval/<metric>``.
+
+    After a return to a checkpoint, values of steps that were repeated are the new ones.
+    """
+    series: Series = {}
+    step = 0
+    for event in events:
+        if isinstance(event, Progress):
+            step = event.step
+            known = {"loss": event.loss, "lr": event.lr, "samples_per_s": event.samples_per_s}
+            _add(series, step, {**known, **event.numbers})
+        elif isinstance(event, Evaluation):
+            values = {f"eval/{name}": value for name, value in event.metrics.items()}
+            _add(series, step if event.step is None else event.step, values)
+    return series
+
+
+def _add(series: Series, step: int, values: Mapping[str, float | None]) -> None:
+    """Add values of a step; earlier values of the same or of later steps are replaced."""
+    for name, value in values.items():
+        if value is None:
+            continue
+        points = series.setdefault(name, [])
+        while points and points[-1][0] >= step:
+            points.pop()
+        points.append((step, value))
+
+
+def places_to_keep(
+    positions: Sequence[float], values: Sequence[Mapping[str, float | None]], max_points: int
+) -> list[int]:
+    """Return the places of at most ``max_points`` points (at least the first and the last one), ascending.
+
+    The axis is divided into intervals of equal width, with narrower ones near 0. Each keeps its first point
+    and, of each series, the smallest and the largest value, and both ends of its largest rise and fall. The
+    width is the smallest power of two for which the points are few enough: if a curve that was thinned before
+    is continued and thinned again, old and new parts have the same resolution. If intervals are of no use, as
+    after a clock that was wrong, every n-th point is kept.
+
+    Args:
+        positions: Position of each point on the axis. Where it decreases, another curve begins.
+        values: Values of each point by series; None and numbers that are not finite are omitted.
+        max_points: Largest number of points.
+    """
+    if len(positions) <= max_points:
+        return list(range(len(positions)))
+    from horovod_train.events.intervals import places_of_intervals  # imports NumPy
+
+    return places_of_intervals(positions, values, max_points)
+
 
 EVENTS_FILE = "events.jsonl"
 FORMAT_VERSION = 1

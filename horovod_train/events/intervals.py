@@ -20,7 +20,7 @@ MAX_POSITION = 2.0**53
 def places_of_intervals(
     positions: Sequence[float], values: Sequence[Mapping[str, float | None]], max_points: int
 ) -> list[int]:
-    """Return what ``thinning.places_to_keep`` returns for more than ``max_points`` points."""
+    """Return what ``file.places_to_keep`` returns for more than ``max_points`` points."""
     at = np.array([_valid(position) for position in positions])
     series = [_as_array(values, name) for name in _names(values)]
     kept = np.arange(len(at))

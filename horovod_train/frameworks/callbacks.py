@@ -16,8 +16,7 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.support import framework_support, frameworks_with_support
 from horovod_train.errors import UserError
-from horovod_train.frameworks.fingerprint import fingerprint
-from horovod_train.frameworks.plain_data import decoded, is_plain, packed, unpacked
+from horovod_train.frameworks.plain_data import decoded, fingerprint, is_plain, packed, unpacked
 
 log = logging.getLogger(__name__)
 OWN_STATE = "@callbacks/"

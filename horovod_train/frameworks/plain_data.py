@@ -1,8 +1,12 @@
 """Python values that checkpoints contain: numbers, text, arrays, random generators, and containers of them.
 
-A value is saved as JSON and arrays (``checkpoint/tree.py``). A value that JSON does not have is a dictionary
-with one reserved key, whose value is a list of its kind and its content. Types are compared exactly: a class
-that is derived from one may have state of its own, and methods that a check must not call.
+A value is saved as JSON and arrays (``checkpoint/arrays.py``). A value that JSON does not have is a
+dictionary with one reserved key, whose value is a list of its kind and its content. Types are compared
+exactly: a class that is derived from one may have state of its own, and methods that a check must not call.
+
+Fingerprints of plain values, by which they are compared over time and between ranks.
+
+NumPy arrays in checkpoints, and collectives for arrays that are not gradients.
 """
 
 from __future__ import annotations
@@ -11,18 +15,116 @@ import json
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.checkpoint.tree import RESERVED, pack_tree, unpack_tree
-from horovod_train.errors import CheckpointError
-from horovod_train.frameworks.arrays import from_blob, to_blob
+from horovod_train.checkpoint.arrays import RESERVED, ArrayBlob, ReplicaState, pack_tree, unpack_tree
+from horovod_train.collectives.base import Communicator, allgather_json
+from horovod_train.errors import CheckpointError, UserError
+from horovod_train.system.machine import import_optional
+
+Array = npt.NDArray[Any]
+
+
+def to_blob(array: Array) -> ArrayBlob:
+    """Return an array as bytes, which may share memory with the array."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return ArrayBlob(array.dtype.name, tuple(array.shape), flat.data)
+
+
+def from_blob(blob: ArrayBlob) -> Array:
+    """Return a new array with the elements of a blob."""
+    return np.frombuffer(bytearray(blob.data), numpy_dtype(blob.dtype)).reshape(blob.shape)
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return NumPy's dtype of a name, including dtypes that ``ml_dtypes`` adds, such as bfloat16."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        ml_dtypes = import_optional("ml_dtypes", needed_by=f"the type {name}", hint="pip install ml-dtypes")
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def sum_over_ranks(world: Communicator, array: Array) -> Array:
+    """Return the sum of an array over ranks, computed in double precision."""
+    total = world.allreduce_sum(array.astype(np.float64).ravel().tolist())
+    return np.array(total).astype(array.dtype).reshape(array.shape)
+
+
+def mean_over_ranks(world: Communicator, array: Array) -> Array:
+    """Return the mean of an array over ranks, computed in double precision."""
+    return sum_over_ranks(world, array.astype(np.float64) / world.size).astype(array.dtype)
+
+
+def from_rank_0(world: Communicator, array: Array) -> Array:
+    """Return rank 0's array; all ranks pass arrays of the same shape and dtype."""
+    mine = bytes(to_blob(array).data) if world.rank == 0 else b""
+    return from_blob(ArrayBlob(array.dtype.name, tuple(array.shape), world.allgather(mine)[0]))
+
+
+def check_same_layout(world: Communicator, arrays: Mapping[str, Array]) -> None:
+    """Raise UserError unless all ranks have arrays of the same names, shapes and dtypes. Collective."""
+    mine = [[name, list(array.shape), array.dtype.name] for name, array in arrays.items()]
+    layouts = allgather_json(world, mine)
+    for rank, layout in enumerate(layouts):
+        if layout != layouts[0]:
+            known = [entry for entry in layouts[0] if entry not in layout]
+            raise UserError(
+                f"rank {rank} and rank 0 have different models: "
+                f"{[entry for entry in layout if entry not in layouts[0]][:2]} and {known[:2]}",
+                hint="a model must not depend on the rank or on its part of the data",
+            )
+
+
+def check_same_optimizer(state: ReplicaState, optimizer: object) -> None:
+    """Raise CheckpointError unless a checkpoint was trained with an optimizer of the same class."""
+    trained_with = state.optimizer_tree["class"]
+    if trained_with != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint belongs to another optimizer ({trained_with})",
+            hint="train under another name, or set checkpoint.resume: never",
+        )
+
+
+def check_fits(shapes: Mapping[str, tuple[int, ...]], blobs: Mapping[str, ArrayBlob], what: str) -> None:
+    """Check that the arrays of a checkpoint have the expected names and shapes.
+
+    Raises:
+        CheckpointError: Names or shapes differ; the message contains ``what``: model or optimizer.
+    """
+    saved = {name: tuple(blob.shape) for name, blob in blobs.items()}
+    different = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
+    if different:
+        raise CheckpointError(
+            f"the checkpoint belongs to another {what}: {different[0]} has shape "
+            f"{saved.get(different[0], 'none')} in the checkpoint and {shapes.get(different[0], 'none')} "
+            f"in the job, and {len(different) - 1} others differ",
+            hint="train under another name, or set checkpoint.resume: never",
+        )
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Return names, with a number appended to each repeated name.
+
+    >>> unique_names(["w", "b", "w"])
+    ['w', 'b', 'w.1']
+    """
+    seen: dict[str, int] = {}
+    unique = []
+    for name in names:
+        count = seen.get(name, 0)
+        seen[name] = count + 1
+        unique.append(f"{name}.{count}" if count else name)
+    return unique
+
 
 KIND = "__kind__"
 SEQUENCES: Mapping[str, Any] = {kind.__name__: kind for kind in (set, frozenset, deque)}
@@ -382,3 +484,70 @@ DECODERS: Mapping[str, Callable[[Any, Any], Any]] = {
     **{name: _mapping(kind) for name, kind in MAPPINGS.items()},
     **{name: _sequence(kind) for name, kind in SEQUENCES.items()},
 }
+
+
+WHOLE_BYTES, SAMPLE_BYTES = 2**16, 2**12
+"""An array with more bytes is compared by its version and some of its elements."""
+HASHED_ELEMENTS = 50_000
+"""Largest number of elements of a value that are compared, with those of its containers."""
+
+
+def fingerprint(value: object, *, by_identity: bool) -> str:
+    """Return a text that differs if plain values differ; a large value may change without it.
+
+    Args:
+        value: The value.
+        by_identity: Large arrays are equal only if they are at the same address. False: texts of different
+            processes can be compared.
+    """
+    hasher = blake2b(digest_size=16)
+    left = HASHED_ELEMENTS
+
+    def update(each: object) -> None:
+        nonlocal left
+        left -= 1
+        hasher.update(f"{type(each).__name__} ".encode())
+        if left < 0:
+            return
+        if isinstance(each, dict):
+            hasher.update(f"{len(each)} ".encode())
+            for pair in sampled(each.items()):
+                update(pair[0])
+                update(pair[1])
+        elif isinstance(each, list | tuple | deque | set | frozenset):
+            hasher.update(f"{len(each)} ".encode())
+            is_set = isinstance(each, set | frozenset)
+            for one in sorted(map(repr, sampled(each))) if is_set else sampled(each):
+                update(one)
+        elif is_generator(each):
+            update(state_of(each))
+        else:
+            hasher.update(_leaf(each, by_identity=by_identity))
+
+    update(value)
+    return hasher.hexdigest()
+
+
+def _leaf(value: Any, *, by_identity: bool) -> bytes:
+    """Return the content of a value that is not a container, or a part of it if it is large."""
+    if is_tensor(value):
+        head = f"{tuple(value.shape)} {value.dtype} "
+        if value.is_cpu and value.numel() * value.element_size() <= WHOLE_BYTES:
+            return head.encode() + bytes_of(value).tobytes()
+        place = f"{value._version} {value.data_ptr() if by_identity else 0}"  # noqa: SLF001
+        return f"{head}{place}".encode() + (_sample_of(value.detach().numpy()) if value.is_cpu else b"")
+    if is_variable(value) or is_array_of_jax(value):
+        value = np.asarray(value.numpy() if is_variable(value) else value)
+    if isinstance(value, np.ndarray):
+        head = f"{value.shape} {value.dtype} "
+        if value.nbytes <= WHOLE_BYTES:
+            return head.encode() + value.tobytes()
+        return f"{head}{value.ctypes.data if by_identity else 0}".encode() + _sample_of(value)
+    return repr(value).encode(errors="surrogateescape")
+
+
+def _sample_of(array: Any) -> bytes:
+    """Return some elements of an array, without copying it: it may be a mapped file."""
+    count = max(1, SAMPLE_BYTES // array.itemsize)
+    places = np.linspace(0, array.size - 1, min(count, array.size), dtype=np.int64)
+    return bytes(array.flat[places].tobytes())

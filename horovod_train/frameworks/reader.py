@@ -1,6 +1,10 @@
 """Batches as NumPy arrays, in the order and sizes of the shard rule.
 
 PyTorch's reader uses fetches, seeds and loader processes of this module, too.
+
+State of random generators: those of Python and NumPy, and those of a framework.
+
+This rank's batches of arrays that every rank stores completely, for users' own training loops.
 """
 
 from __future__ import annotations
@@ -22,15 +26,60 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from horovod_train.checkpoint.arrays import ArrayBlob, pack_tree, unpack_tree
+from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Data
-from horovod_train.data.shard import MicroBatch, Order
-from horovod_train.data.waiting import timed
+from horovod_train.data.shard import MicroBatch, Order, epoch_order, num_steps, steps_of_epoch, timed
 from horovod_train.errors import UserError
-from horovod_train.frameworks.base import Dataset
-from horovod_train.frameworks.randomness import GOLDEN, sample_seeds
-from horovod_train.frameworks.task import load_task_class
-from horovod_train.system.signals import PREEMPTION_SIGNALS
+from horovod_train.frameworks.base import Dataset, load_task_class
+from horovod_train.frameworks.plain_data import from_blob, to_blob
+from horovod_train.health.comparisons import check_same_data
+from horovod_train.system.processes import PREEMPTION_SIGNALS
+
+
+def mix(seed: int, rank: int, epoch: int) -> int:
+    """Return a 64-bit seed: a hash of the three numbers."""
+    return int(np.random.SeedSequence([seed, rank, epoch]).generate_state(1, np.uint64)[0])
+
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 / golden ratio: multiples of it spread seeds."""
+
+
+def sample_seeds(seed: int, epoch: int, numbers: Iterable[int]) -> npt.NDArray[np.uint64]:
+    """Return a 64-bit seed for each sample: a hash of seed, epoch and the sample's number, shape [samples].
+
+    The mixer is that of SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014).
+    """
+    with np.errstate(over="ignore"):
+        x = np.fromiter(numbers, np.uint64) * np.uint64(GOLDEN) + np.uint64(mix(seed, 0, epoch))
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return np.asarray(x ^ (x >> np.uint64(31)), np.uint64)
+
+
+def rng_state(own: Mapping[str, object]) -> tuple[object, dict[str, ArrayBlob]]:
+    """Return the state of Python's, NumPy's and the framework's generators (``own``: data and arrays)."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state = {
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tolist(), position, has_gauss, gauss),
+        "own": dict(own),
+    }
+    plain, arrays = pack_tree(state, lambda leaf: isinstance(leaf, np.ndarray))
+    return plain, {key: to_blob(array) for key, array in arrays.items()}
+
+
+def load_rng_state(tree: object, arrays: Mapping[str, ArrayBlob]) -> dict[str, Any]:
+    """Load the state of Python's and NumPy's generators; return that of the framework's generators."""
+    state = unpack_tree(tree, {key: from_blob(blob) for key, blob in arrays.items()})
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    own: dict[str, Any] = state["own"]
+    return own
+
 
 MAX_TEMP_BYTES = 70
 """The path of a socket may have 107 bytes, and Python appends the names of a folder and a file to TMPDIR."""
@@ -384,3 +433,87 @@ def _length_of_array(value: Any) -> int | None:
         children = vars(value).values()
     lengths = (_length_of_array(child) for child in children)
     return next((length for length in lengths if length is not None), None)
+
+
+class Shards:
+    """Batches of arrays, split over ranks; each sample is read once per epoch.
+
+    All ranks perform the same number of steps. In the last step of an epoch, ranks may have fewer samples, or
+    none: weights then correct the mean over ranks to the mean over samples.
+
+    Args:
+        world: The communicator.
+        arrays: Arrays with one row per sample, equal on all ranks.
+        batch_size: Samples per rank and step.
+        shuffle: Use a new order in each epoch; False: the order of the arrays.
+        seed: Seed of the order.
+
+    Raises:
+        UserError: Arrays have different lengths, or no rows.
+    """
+
+    def __init__(
+        self, world: Communicator, *arrays: Any, batch_size: int, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        lengths = {len(array) for array in arrays}
+        if len(lengths) != 1 or 0 in lengths:
+            raise UserError(
+                f"arrays have {sorted(lengths) or 'no'} rows", hint="give arrays of one length, at least 1"
+            )
+        (self.num_samples,) = lengths
+        self._arrays = arrays
+        self._world = world
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._is_checked = False
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # of the epoch that was read last
+
+    def __len__(self) -> int:
+        """Return the number of steps in an epoch, equal on all ranks."""
+        return num_steps(self.num_samples, 0, self._batch_size * self._world.size)
+
+    def epoch(self, number: int) -> Iterator[tuple[float, tuple[Any, ...]]]:
+        """Yield this rank's (weight, batch) for each step of epoch ``number``; the first epoch is 0.
+
+        Multiply the mean loss of the batch by the weight: the mean over ranks is then the mean over all
+        samples of the step. The weight is 1 in full steps. A rank without samples receives one sample with
+        weight 0.
+        """
+        for index in range(len(self)):
+            yield self.batch(number, index)
+
+    def batch(self, number: int, index: int) -> tuple[float, tuple[Any, ...]]:
+        """Return weight and batch of one step of an epoch, as ``epoch`` yields them.
+
+        All ranks must make the first call, in which they compare their arrays.
+
+        Raises:
+            UserError: Arrays differ between ranks.
+        """
+        if self._order is None or self._order[0] != number:
+            self._order = number, epoch_order(self.num_samples, self._seed, number, shuffle=self._shuffle)
+        if not self._is_checked:
+            self._is_checked = True
+            check_same_data(
+                self._world,
+                "the arrays",
+                self.num_samples,
+                lambda numbers: [np.asarray(array)[numbers] for array in self._arrays],
+            )
+        order = self._order[1]
+        step = next(
+            steps_of_epoch(
+                num_samples=self.num_samples,
+                cursor=index * self._batch_size * self._world.size,
+                batch_size_per_rank=self._batch_size,
+                accumulation_steps=1,
+                rank=self._world.rank,
+                size=self._world.size,
+            )
+        )
+        weight, rows = 0.0, order[:1]
+        if step.micro_batches:
+            (mine,) = step.micro_batches
+            weight, rows = mine.share * self._world.size, order[mine.start : mine.stop]
+        return weight, tuple(np.asarray(array)[rows] for array in self._arrays)

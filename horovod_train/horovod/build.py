@@ -7,12 +7,15 @@ The last release of Horovod (2023) does not compile with current frameworks. Its
 PyPI and patched; ``patches/`` documents each change. The wheel's libraries find the frameworks by
 relative paths, so every environment and host with the same versions, and an MPI library of the same ABI, can
 use one wheel. The path of the MPI library is set when the wheel is installed.
+
+Patches of Horovod's source, and the source of the loopback library that is added to its wheel.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
@@ -42,22 +45,19 @@ from horovod_train.horovod.cuda import (
     how_to_get_it,
     torch_build,
 )
-from horovod_train.horovod.installed import (
+from horovod_train.horovod.mpi import (
+    C_INTERFACE,
     HOROVOD_VERSION,
     LOOPBACK_LIBRARY,
     PLAN_FILE,
-    horovod_folder,
-    installed_key,
-)
-from horovod_train.horovod.mpi import (
-    C_INTERFACE,
     WRAPPER,
     Mpi,
+    horovod_folder,
+    installed_key,
     installed_mpi,
     record_mpi,
     wrapper_environment,
 )
-from horovod_train.horovod.patches import LOOPBACK, apply_patches, own_patches, sha256_of
 from horovod_train.horovod.toolchain import (
     check_tools,
     compiler,
@@ -65,7 +65,47 @@ from horovod_train.horovod.toolchain import (
     find_cpu_flags,
     programs_path,
 )
-from horovod_train.system.machine import usable_cores, usable_memory_bytes
+from horovod_train.system.machine import import_optional, usable_cores, usable_memory_bytes
+
+PATCHES = Path(__file__).parent / "patches"
+LOOPBACK = Path(__file__).parent / "loopback.cc"
+
+
+def patch_files() -> list[Path]:
+    """Return the patch files in the order of application."""
+    return sorted(PATCHES.glob("*.patch"))
+
+
+def patch_title(path: Path) -> str:
+    """Return the first line of a patch, which describes its effect."""
+    return path.read_text(encoding="utf-8").splitlines()[0]
+
+
+def own_patches() -> dict[str, str]:
+    """Return the checksums of the patches and of the loopback library's source, by file name."""
+    return {path.name: sha256_of(path) for path in (*patch_files(), LOOPBACK)}
+
+
+def apply_patches(source: Path, report: Callable[[str], None]) -> None:
+    """Apply all patches to Horovod's source.
+
+    Raises:
+        EngineError: A patch cannot be applied.
+        UserError: patch-ng is not installed.
+    """
+    patch_ng = import_optional("patch_ng", needed_by="engine build", hint="pip install patch-ng")
+    logging.getLogger("patch_ng").setLevel(logging.ERROR)
+    for path in patch_files():
+        report(f"engine: patch {path.stem}: {patch_title(path)}")
+        changes = patch_ng.fromfile(str(path))
+        if not changes or not changes.apply(strip=1, root=str(source), fuzz=False):
+            raise EngineError(f"the patch {path.name} does not fit the source of Horovod")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
 
 RECIPE = 5
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from shutil import which
 
+from horovod_train.config.arguments import has_model_parallel_ranks
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import has_model_parallel_ranks
 from horovod_train.config.support import framework_support
-from horovod_train.horovod.installed import loopback_library
+from horovod_train.horovod.mpi import loopback_library
 
 
 def open_mpi_without_ssh() -> dict[str, str]:

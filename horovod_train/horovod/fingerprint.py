@@ -17,8 +17,7 @@ from pathlib import Path
 
 from horovod_train.config.support import frameworks_with_support
 from horovod_train.horovod.cuda import torch_build
-from horovod_train.horovod.installed import installed_key
-from horovod_train.horovod.mpi import installed_mpi
+from horovod_train.horovod.mpi import installed_key, installed_mpi
 from horovod_train.registry import make_task_importable
 
 PACKAGES = ("horovod", "numpy", "mpi4py")

@@ -8,10 +8,9 @@ from rich.console import Console
 from rich.control import strip_control_codes
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from horovod_train.events.text import as_text, progress_text
 from horovod_train.events.types import Event, Summary
 from horovod_train.events.types import Progress as ProgressEvent
-from horovod_train.events.wire import to_line, with_event
+from horovod_train.events.wire import as_text, progress_text, to_line, with_event
 
 LINE_INTERVAL_S = 5.0
 EVENTS_VARIABLE = "HOROVOD_TRAIN_EVENTS_IN_OUTPUT"

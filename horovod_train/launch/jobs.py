@@ -29,9 +29,7 @@ import psutil
 from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError, UserError, did_you_mean
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
 from horovod_train.system.files import create_atomic, open_regular, read_regular, state_dir, write_atomic
-from horovod_train.system.pids import boot_id, is_alive, start_ticks
-from horovod_train.system.signals import exit_code_of
-from horovod_train.system.threads import background_thread
+from horovod_train.system.processes import background_thread, boot_id, exit_code_of, is_alive, start_ticks
 
 STATE_FILE = "state.json"
 CANCELLED_FILE = "cancelled"

@@ -1,4 +1,4 @@
-r"""The learning rate as a pure function of progress and global batch.
+"""The learning rate as a pure function of progress and global batch.
 
 The rate of a step depends only on the epochs passed (a fraction, independent of the number of steps), the
 global batch and the job's ``lr`` section. A job that resumes on another number of ranks has the correct rate.
@@ -15,22 +15,29 @@ global batch and the job's ``lr`` section. A job that resumes on another number 
 
 Two inputs are measured during training, are equal on all ranks, and are stored in checkpoints: the gain of
 AdaScale and the factor of ``decay: plateau``.
+
+Schedules of an optimizer's arguments, such as momentum and weight decay.
+
+Text charts of a schedule, for the terminal.
+
+Arguments of a job's optimizer, scaled to the global batch by the rules of ``lr``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
-from horovod_train.config.batches import batch_size_at
-from horovod_train.config.duration import Duration
+from horovod_train.config.arguments import batch_size_at, batch_size_of_lr
+from horovod_train.config.fields import Duration
 from horovod_train.config.optimization import AUTO, LearningRate, Scaled
 from horovod_train.config.schema import Job, Train
-from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import UserError
-from horovod_train.lr.schedules import Position, Schedule, schedule_of, valid
-from horovod_train.registry import DEFAULT_SCALING, SCALINGS, load_location
+from horovod_train.lr.schedules import Position, Schedule, interpolated, schedule_of, valid
+from horovod_train.registry import DEFAULT_SCALING, SCALINGS, SCHEDULES, load_location
 
 NUM_CHECKED_POINTS = 101
 """Number of points at which the rate is computed before training, to find an invalid one early."""
@@ -247,3 +254,185 @@ def policy_of_section(
             hint="use another lr.scaling or lr.decay, or a job (docs/scaling.md)",
         )
     return policy
+
+
+class ArgumentSchedules:
+    """Values of an optimizer's arguments as functions of the progress.
+
+    Args:
+        schedules: Points (position, value), or the location of a function of the progress from 0 to 1, by
+            name.
+        total_epochs: Length of the whole job.
+        convert: Converts a position to epochs.
+
+    >>> points = [(Duration(0), 0.5), (Duration(5), 1.0)]
+    >>> ArgumentSchedules({"momentum": points}, 10, lambda position: position).at(2.5)
+    {'momentum': 0.75}
+    """
+
+    def __init__(
+        self,
+        schedules: Mapping[str, Any],
+        total_epochs: float,
+        convert: Callable[[Duration], Duration],
+    ) -> None:
+        self._curves = {
+            name: _curve(name, given, total_epochs)
+            if isinstance(given, str)
+            else partial(interpolated, [(convert(position).epochs, value) for position, value in given])
+            for name, given in schedules.items()
+        }
+
+    def at(self, epochs: float) -> dict[str, float]:
+        """Return the values after a number of epochs, including the fraction of the current epoch.
+
+        Raises:
+            UserError: A function of the user returns an invalid number.
+        """
+        return {name: curve(epochs) for name, curve in self._curves.items()}
+
+
+def _curve(name: str, given: str, total_epochs: float) -> Callable[[float], float]:
+    curve = load_location(given, SCHEDULES)
+
+    def at(epochs: float) -> float:
+        progress = min(1.0, epochs / total_epochs)
+        return valid(curve(progress), f"optimizer.schedules.{name}: {given}", progress)
+
+    return at
+
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+WIDTH = 60
+HEIGHT = 6
+
+
+def chart(
+    curve: Callable[[float], float], total_epochs: float, *, height: int = HEIGHT, end: str = ""
+) -> list[str]:
+    """Return a chart of a curve over the epochs of a training, as lines; the vertical axis begins at 0.
+
+    Args:
+        curve: Returns the value after a number of epochs.
+        total_epochs: Length of the training.
+        height: Number of lines, without that of the axis.
+        end: Label of the end of the axis; empty: the length in epochs.
+
+    >>> for line in chart(lambda epochs: epochs, 10, height=2): print(line.rstrip())
+                9.917 |                                ▁▁▁▂▂▂▂▃▃▃▃▄▄▄▅▅▅▅▆▆▆▆▇▇▇▇██
+                    0 |  ▁▁▁▁▂▂▂▃▃▃▃▄▄▄▄▅▅▅▆▆▆▆▇▇▇▇████████████████████████████████
+                      0                                                  10 epochs
+    """
+    values = [curve(total_epochs * (column + 0.5) / WIDTH) for column in range(WIDTH)]
+    top = max(values) or 1.0
+    lines = []
+    for row in reversed(range(height)):
+        filled = [min(max(value / top * height - row, 0.0), 1.0) for value in values]
+        label = f"{top:.4g}" if row == height - 1 else "0" if row == 0 else ""
+        lines.append(f"{label:>17} |" + "".join(BLOCKS[round(8 * part)] for part in filled))
+    end = end or f"{total_epochs:g} epochs"
+    return [*lines, " " * 18 + "0" + f"{end:>{WIDTH - 1}}"]
+
+
+BETAS = ("betas", "beta_1", "beta_2", "b1", "b2", "beta1", "beta2")
+ADAM_BETAS = (0.9, 0.999)
+"""Default of PyTorch, Keras and Optax."""
+EPSILONS = ("eps", "epsilon")
+WEIGHT_DECAYS = ("weight_decay", "wd")
+"""Names of arguments in PyTorch, Keras, Optax and MXNet."""
+
+
+@dataclass(frozen=True)
+class ArgumentScaling:
+    """Factors of an optimizer's arguments at the global batch of a job.
+
+    Attributes:
+        rule: Name of the job's scaling rule.
+        one_minus_beta: Factor of 1 - beta.
+        epsilon: Factor of epsilon.
+        weight_decay: Factor of the weight decay: k / (factor of the rate). An AdamW update averages weights
+            over 1 / (rate x weight decay) steps; with this factor, that is the same number of epochs for each
+            batch (Wang & Aitchison, arXiv:2405.13698).
+    """
+
+    rule: str = DEFAULT_SCALING
+    one_minus_beta: float = 1.0
+    epsilon: float = 1.0
+    weight_decay: float = 1.0
+
+    @classmethod
+    def of(cls, job: Job, num_data_ranks: int) -> ArgumentScaling:
+        """Return the factors of a job on a number of data-parallel ranks."""
+        policy = policy_of(job, num_data_ranks)
+        scaled, k = policy.scaled, policy.global_batch_size / job.lr.reference_batch_size
+        return cls(
+            job.lr.scaling,
+            scaled.one_minus_beta,
+            scaled.epsilon,
+            k / scaled.rate if job.lr.scale_weight_decay else 1.0,
+        )
+
+    def scaled(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments, or settings of a parameter group, multiplied by the factors.
+
+        Raises:
+            UserError: A beta would not be positive.
+        """
+        found = dict(args)
+        for name, value in args.items():
+            if value is None:
+                continue
+            if name in BETAS and self.one_minus_beta != 1.0:
+                is_pair = isinstance(value, tuple | list)
+                found[name] = tuple(map(self._beta, value)) if is_pair else self._beta(value)
+            elif name in EPSILONS:
+                found[name] = value * self.epsilon
+            elif name in WEIGHT_DECAYS:
+                found[name] = value * self.weight_decay
+        return found
+
+    def _beta(self, beta: float) -> float:
+        scaled = 1 - self.one_minus_beta * (1 - beta)
+        if scaled < 1e-9:  # 1 - beta is rounded
+            raise UserError(
+                f"lr.scaling: {self.rule} requires (global batch / reference batch) x (1 - beta) < 1; it is "
+                f"{self.one_minus_beta:g} x {1 - beta:g}",
+                hint="use a smaller global batch, a larger beta in optimizer.args, or lr.scaling: sqrt",
+            )
+        return scaled
+
+    def check(self, job: Job) -> None:
+        """Check the arguments that are known before training: those of the job, or Adam's default betas.
+
+        Raises:
+            UserError: A beta would not be positive.
+        """
+        default = {"betas": ADAM_BETAS} if job.optimizer.name in {"adam", "adamw"} else {}
+        args = job.optimizer.args
+        self.scaled(args if set(BETAS) & args.keys() else {**default, **args})
+
+    def arguments(self, factory: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the scaled arguments of an optimizer's class or function, including scaled defaults.
+
+        Raises:
+            UserError: The optimizer lacks an argument that the job scales.
+        """
+        names = [
+            *(EPSILONS if self.epsilon != 1.0 else ()),
+            *(BETAS if self.one_minus_beta != 1.0 else ()),
+            *(WEIGHT_DECAYS if self.weight_decay != 1.0 else ()),
+        ]
+        if not names:
+            return dict(args)
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(factory).parameters.items()
+            if name in names and parameter.default is not inspect.Parameter.empty
+        }
+        for kind, reason in ((BETAS, f"lr.scaling: {self.rule}"), (WEIGHT_DECAYS, "lr.scale_weight_decay")):
+            if set(kind) & set(names) and not set(kind) & {*defaults, *args}:
+                raise UserError(
+                    f"{reason}: the optimizer has none of the arguments {', '.join(kind)}",
+                    hint="use an optimizer with such an argument, or leave the field out",
+                )
+        return {**args, **self.scaled({**defaults, **args})}

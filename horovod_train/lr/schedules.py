@@ -16,8 +16,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, StringConstraints, ValidationError, field_validator
 
-from horovod_train.config.duration import Duration, Interval, increasing
-from horovod_train.config.fields import Fraction, Points, Section
+from horovod_train.config.fields import Duration, Fraction, Interval, Points, Section, increasing
 from horovod_train.config.optimization import LearningRate
 from horovod_train.config.problems import explain
 from horovod_train.errors import Problem, UserError

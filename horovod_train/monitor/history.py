@@ -1,4 +1,7 @@
-"""History of a run, read incrementally from its ``events.jsonl``."""
+"""History of a run, read incrementally from its ``events.jsonl``.
+
+Progress and slow ranks of a run, as lines for a terminal.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from time import time
 from typing import TypeVar
 
-from horovod_train.events.file import EVENTS_FILE, Record, parsed_records
-from horovod_train.events.thinning import places_to_keep
+from horovod_train.events.file import EVENTS_FILE, Record, parsed_records, places_to_keep
 from horovod_train.events.types import (
     Attempt,
     CheckpointWritten,
@@ -34,8 +37,8 @@ from horovod_train.events.types import (
     Target,
     Targets,
 )
-from horovod_train.monitor.live import by_rank
-from horovod_train.monitor.rank_series import RankSeries
+from horovod_train.events.wire import duration
+from horovod_train.monitor.live import MIN_WINDOW_S, RankSeries, by_rank, stragglers
 from horovod_train.system.files import open_regular
 
 Kind = TypeVar("Kind")
@@ -307,3 +310,39 @@ def as_json(record: Record) -> dict[str, object]:
     """Return a record as a JSON object; NaN and infinity become null, because browsers cannot parse them."""
     fields = json.loads(record.event.model_dump_json())
     return {"time_unix_s": record.time_unix_s, "rank": record.rank, "kind": record.event.kind, **fields}
+
+
+TAIL_BYTES = 1 << 20
+"""Only this many bytes at the end of the events are read, because the current state is sufficient."""
+
+
+def read_recent(log_dir: Path) -> History:
+    """Return the history of a run from its last events; an empty history if there are none."""
+    return HistoryReader(log_dir, last_bytes=TAIL_BYTES).update()
+
+
+def summary_lines(history: History, now_unix_s: float | None = None) -> Iterator[str]:
+    """Yield lines that describe the progress of a run; none if no step was reported."""
+    last = history.last
+    if last is None:
+        return
+    of_rank_0 = " of rank 0" if history.loss_is_local else ""
+    parts = (
+        f"step {last.step:,}" + (f" of {history.num_steps:,}" if history.num_steps else ""),
+        "" if last.epochs_begun is None else f"epoch {last.epochs_begun} of {history.num_epochs}",
+        "" if last.loss is None else f"loss{of_rank_0} {last.loss:.4f}",
+        "" if last.samples_per_s is None else f"{last.samples_per_s:,.0f} samples/s",
+    )
+    ago = duration(max(0.0, (time() if now_unix_s is None else now_unix_s) - last.time_unix_s))
+    yield ", ".join(filter(None, parts)) + f"; {ago} ago"
+    if history.checkpoint_error:
+        yield f"the last checkpoint could not be written: {history.checkpoint_error}"
+    window = history.ranks.recent(MIN_WINDOW_S)
+    if window is None or window.seconds < MIN_WINDOW_S:
+        return
+    for slow in stragglers(window)[:8]:
+        where = f", most of the difference in {slow.phase}" if slow.phase else ""
+        yield (
+            f"rank {slow.rank} is slow: {1000 * slow.own_s:,.1f} ms of own time per step, "
+            f"the others {1000 * slow.others_s:,.1f} ms{where}"
+        )

@@ -2,6 +2,8 @@
 
 Three requests are sufficient, and client libraries install HTTP stacks that replace ``urllib3``, which the
 Kubernetes client requires.
+
+Grafana dashboards in this package, and the rule file for Prometheus.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.client import HTTPException
+from importlib.resources import files
 from typing import Any
 from urllib.error import HTTPError
 
 from horovod_train.errors import OperationalError, UserError
+from horovod_train.monitor import rules
 
 FOLDER_UID = "horovod-train"
 TIMEOUT_S = 20.0
@@ -83,3 +87,18 @@ def _explained(error: Exception) -> str:
         with error:
             return f"{error.code} {error.reason} {error.read(1000).decode(errors='replace')}".strip()
     return str(error) or type(error).__name__
+
+
+RULES = "horovod-train-rules.yaml"
+
+
+def dashboards() -> dict[str, str]:
+    """Return the dashboards in Grafana's import format, by file name."""
+    folder = files("horovod_train.monitor") / "shipped"
+    found = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".json"))
+    return {name: (folder / name).read_text(encoding="utf-8") for name in found}
+
+
+def rules_file(runbook: str = rules.RUNBOOK, checkpoint_age_s: float = rules.CHECKPOINT_AGE_S) -> str:
+    """Return the text of a Prometheus rule file whose alerts link to sections of a runbook."""
+    return rules.as_yaml(rules.document(runbook, checkpoint_age_s))

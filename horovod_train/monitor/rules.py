@@ -15,7 +15,7 @@ from typing import Literal
 
 import yaml
 
-from horovod_train.monitor.stragglers import SLOWER_BY
+from horovod_train.monitor.live import SLOWER_BY
 
 RUNBOOK = "docs/runbook.md"
 """Default address of the runbook to which alerts link."""

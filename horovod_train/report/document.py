@@ -1,34 +1,190 @@
-"""Sections, tables and charts of a report, independent of the output format."""
+"""Sections, tables and charts of a report, independent of the output format.
+
+Contents of a report, read from run folders. The same files give the same contents.
+
+Reports as one HTML file that contains its scripts, styles and data, and loads nothing.
+
+Reports as Markdown (GitHub's dialect).
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Literal
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Literal, TypeVar
 
 import numpy as np
 
-from horovod_train.errors import describe_ranks
-from horovod_train.events.file import Record
-from horovod_train.events.text import as_text, duration, learning_rate, stalled_text
-from horovod_train.events.thinning import places_to_keep
+from horovod_train.config.problems import flat
+from horovod_train.config.schema import Job
+from horovod_train.errors import UserError, describe_ranks
+from horovod_train.events.file import EVENTS_FILE, Record, Series, places_to_keep, series_of
 from horovod_train.events.types import (
     PHASES,
     Attempt,
     CheckpointWritten,
     ComparedWithOneProcess,
+    Event,
     Failure,
     HostsLost,
     Opened,
+    Progress,
     Stalled,
     StateChanged,
 )
-from horovod_train.monitor.history import History
-from horovod_train.monitor.rank_series import Window
-from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
-from horovod_train.report.record import RunRecord
+from horovod_train.events.wire import as_text, duration, learning_rate, stalled_text
+from horovod_train.launch.base import JobStatus
+from horovod_train.monitor.history import MAX_READ_BYTES, History, parsed
+from horovod_train.monitor.live import MIN_WINDOW_S, Window, joined, stragglers
+from horovod_train.monitor.runs import Run, folders_of_runs, places_of
+from horovod_train.system.files import open_regular
+
+MAX_RUNS = 50
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Run of a report.
+
+    Attributes:
+        name: Job and run.
+        history: Events, without limits of time.
+        series: Values by step.
+        losses: Time and loss of the reported steps, oldest first.
+        checkpoints: Time and event of each written checkpoint, and of each that could not be written.
+        attempts: Starts of the ranks, oldest first.
+        package_version: Version of this package; empty: unknown.
+        end_unix_s: Time of the last event; None: the run has no events.
+        job: Fields of the job by dotted path; empty for scripts and own loops.
+    """
+
+    name: str
+    status: JobStatus
+    history: History
+    series: Series
+    losses: list[tuple[float, float | None]]
+    checkpoints: list[tuple[float, CheckpointWritten]]
+    attempts: list[Attempt]
+    package_version: str
+    end_unix_s: float | None
+    job: dict[str, str]
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Number of ranks of the last start of training; None: unknown."""
+        started = self.history.started
+        return started.world_size if started else self.history.ranks.num_ranks or None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Median throughput of all ranks over the reported steps; None: unknown."""
+        values = [value for _, value in self.series.get("samples_per_s", [])]
+        return median(values) if values else None
+
+    @property
+    def samples_per_s_per_rank(self) -> float | None:
+        """Median throughput per rank; None: unknown."""
+        return self.samples_per_s / self.num_ranks if self.samples_per_s and self.num_ranks else None
+
+    @property
+    def rank_times(self) -> Window | None:
+        """Sums of the rank times of all windows with the last number of ranks; None: none was reported."""
+        windows = self.history.ranks.windows
+        return joined(windows) if windows else None
+
+    def seconds_to_loss(self, loss: float) -> float | None:
+        """Return the time from the start to the first step with this loss or less; None: no such step."""
+        begun = self.history.begun_unix_s
+        reached = (time for time, value in self.losses if value is not None and value <= loss)
+        first = next(reached, None)
+        return None if first is None or begun is None else first - begun
+
+    @property
+    def changed_fields(self) -> dict[str, str]:
+        """Fields of the job that differ from the defaults."""
+        return {name: value for name, value in self.job.items() if _defaults().get(name) != value}
+
+
+def records_of(names: Sequence[str]) -> list[RunRecord]:
+    """Read the runs that arguments specify: folders of runs, of jobs or of several jobs, or job IDs.
+
+    Raises:
+        UserError: An argument specifies no run, or there are more than ``MAX_RUNS`` runs.
+    """
+    folders: list[Path] = []
+    for name, place in zip(names, places_of(names), strict=True):
+        found = sorted(set(folders_of_runs(place)))
+        if not found:
+            raise UserError(f"{name} contains no run", hint="name a run folder, such as runs/JOB/RUN")
+        folders += [folder for folder in found if folder not in folders]
+    if len(folders) > MAX_RUNS:
+        raise UserError(
+            f"{len(folders)} runs found; a report contains at most {MAX_RUNS}", hint="name single runs"
+        )
+    return [read_run(folder) for folder in folders]
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run from its folder."""
+    run = Run(folder, with_ranks=False)
+    history = History()
+    records = list(parsed(_lines(folder)))
+    for record in records:
+        history.add(record)
+    return RunRecord(
+        name=run.key,
+        status=run.status(),
+        history=history,
+        series=series_of(record.event for record in records),
+        losses=[(time, event.loss) for time, event in _events_of(Progress, records)],
+        checkpoints=_events_of(CheckpointWritten, records),
+        attempts=[attempt for _, attempt in _events_of(Attempt, records)],
+        package_version=next((event.package_version for _, event in _events_of(Opened, records[::-1])), ""),
+        end_unix_s=records[-1].time_unix_s if records else None,
+        job=_fields_of_job(folder),
+    )
+
+
+def _events_of(kind: type[Kind], records: Sequence[Record]) -> list[tuple[float, Kind]]:
+    return [(each.time_unix_s, each.event) for each in records if isinstance(each.event, kind)]
+
+
+def _lines(folder: Path) -> list[str]:
+    """Return the lines of the events file; none if it cannot be read."""
+    try:
+        with open_regular(folder / EVENTS_FILE) as file:
+            return file.read(MAX_READ_BYTES).decode("utf-8", errors="replace").split("\n")
+    except OSError:
+        return []
+
+
+def _fields_of_job(folder: Path) -> dict[str, str]:
+    """Return the fields of ``job.json`` as text; none if it cannot be read."""
+    try:
+        with open_regular(folder / "job.json") as file:
+            return _as_text(json.loads(file.read(MAX_READ_BYTES)))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def _as_text(tree: dict[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in flat(tree)}
+
+
+@cache
+def _defaults() -> dict[str, str]:
+    return _as_text(Job(name="job", task="task").model_dump(mode="json"))
+
 
 MAX_POINTS = 1000
 """Maximum points of a curve; of longer series, every n-th value is drawn."""
@@ -370,3 +526,134 @@ def _seconds(seconds: float | None) -> str:
 
 def _utc(time_unix_s: float) -> str:
     return datetime.fromtimestamp(time_unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+# A report contains text of tasks: it is escaped, and the policy forbids all requests.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+
+
+def as_html(report: Report) -> str:
+    """Return a report as HTML. Charts are drawn by the scripts of the web page."""
+    charts = [block for section in report.sections for block in section.blocks if _has_curves(block)]
+    places = iter(range(len(charts)))
+    body = "\n".join(
+        f"<section>\n<h2>{escape(section.title)}</h2>\n"
+        + "\n".join(text for block in section.blocks for text in _block(block, places))
+        + "\n</section>"
+        for section in report.sections
+    )
+    own, page = files("horovod_train.report"), files("horovod_train.serve") / "page_files"
+    style = (page / "page.css").read_text() + (own / "report.css").read_text()
+    plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    script = (page / "charts.js").read_text() + (own / "report.js").read_text()
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(report.title)}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<main>
+<h1>{escape(report.title)}</h1>
+{body}
+</main>
+<script type="application/json" id="charts">{_as_json([asdict(chart) for chart in charts])}</script>
+<script>{plotly}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+
+def _as_json(value: object) -> str:
+    """Return JSON that cannot end the element that contains it."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _has_curves(block: Block) -> bool:
+    return isinstance(block, Chart) and bool(block.curves)
+
+
+def _block(block: Block, places: Iterator[int]) -> Iterator[str]:
+    match block:
+        case Text(text, is_preformatted):
+            tag = "pre" if is_preformatted else "p"
+            yield f"<{tag}>{escape(text)}</{tag}>"
+        case Table(title, columns, rows) if rows:
+            head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+            yield f'<h3>{escape(title)}</h3>\n<div class="scroll" tabindex="0"><table>'
+            yield f"<thead><tr>{head}</tr></thead><tbody>" if any(columns) else "<tbody>"
+            for row in rows:
+                yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+            yield "</tbody></table></div>"
+        case Chart() if block.curves:
+            chart = f'<div id="chart-{next(places)}" class="chart" role="img"></div>'
+            yield f"<figure><figcaption>{escape(block.title)}</figcaption>{chart}</figure>"
+
+
+MAX_VALUES = 10
+"""Maximum values of a curve, which Markdown cannot draw."""
+
+
+def as_markdown(report: Report) -> str:
+    """Return a report as Markdown. Curves are tables of at most ``MAX_VALUES`` values."""
+    lines = [f"# {_text(report.title)}"]
+    for section in report.sections:
+        lines += ["", f"## {_text(section.title)}"]
+        for block in section.blocks:
+            lines += ["", *_markdown_block(block)] if not _is_empty(block) else []
+    return "\n".join(lines) + "\n"
+
+
+def _is_empty(block: Block) -> bool:
+    match block:
+        case Table():
+            return not block.rows
+        case Chart():
+            return block.kind == "bars" or not block.curves  # the values of bars are in the table of ranks
+        case Text():
+            return not block.text
+
+
+def _markdown_block(block: Block) -> Iterator[str]:
+    match block:
+        case Text(text, True):
+            yield from (f"    {line}" for line in text.splitlines())
+        case Text(text):
+            yield _text(text)
+        case Table(title, columns, rows):
+            yield from _table(title, columns, rows)
+        case Chart():
+            values = [(curve.name, _values_of(curve)) for curve in block.curves]
+            yield from _table(block.title, ("", f"{block.x_title}: value"), values)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"### {_text(title)}"
+    yield ""
+    yield _row(columns)
+    yield "|" + "---|" * len(columns)
+    yield from map(_row, rows)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(_text(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _values_of(curve: Curve) -> str:
+    every = max(1, -(-(len(curve.x) - 1) // (MAX_VALUES - 1)))
+    places = sorted({*range(0, len(curve.x), every), len(curve.x) - 1})
+    return ", ".join(
+        f"{curve.x[place]}: {UNKNOWN if (value := curve.y[place]) is None else number(value)}"
+        for place in places
+    )
+
+
+def _text(text: str) -> str:
+    """Return text without HTML elements and line breaks."""
+    return escape(" ".join(text.split("\n")), quote=False)

@@ -3,6 +3,8 @@
 A step ends when the optimizer has updated the weights. Instrumented calls divide its time into phases:
 reading a batch, backward passes, waiting for Horovod. The time of evaluations between steps is excluded. An
 error in the instrumentation ends the measurement, never the script.
+
+Instrumentation of ``hvd.init()`` for scripts.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from functools import wraps
 from threading import get_ident
 from time import monotonic, perf_counter
 from types import TracebackType
+from typing import Any
 
 from horovod_train.events.types import WAIT_PHASE, Notice, Progress, RankTimes, Started
 from horovod_train.events.wire import Reporter
+from horovod_train.telemetry.catalog import StepRecord, WorldRecord
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.records import StepRecord, WorldRecord
 
 log = logging.getLogger(__name__)
 
@@ -352,3 +356,17 @@ def replace_everywhere(package: str, name: str, plain: object, wrapped: object) 
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith(package) and getattr(module, name, None) is plain:
             setattr(module, name, wrapped)
+
+
+def watch_joining(meter: StepMeter) -> None:
+    """Record in the meter when the script calls ``hvd.init()`` of any framework."""
+    basics: Any = sys.modules["horovod.common.basics"].HorovodBasics
+    plain_init = basics.init
+
+    @wraps(plain_init)
+    def init(*args: object, **kwargs: object) -> object:
+        found = plain_init(*args, **kwargs)
+        meter.has_joined = True
+        return found
+
+    basics.init = init

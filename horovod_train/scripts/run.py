@@ -26,14 +26,13 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, result_of, translated
 from horovod_train.events.types import Preempted, ScriptDone, Targets
 from horovod_train.events.wire import Reporter
-from horovod_train.horovod.counters import allreduce_counters, gpu_allreduce_counters
+from horovod_train.horovod.bindings import allreduce_counters, gpu_allreduce_counters
 from horovod_train.horovod.environment import horovod_settings
-from horovod_train.horovod.launched import number_of
+from horovod_train.horovod.mpi import number_of
 from horovod_train.registry import load_attribute
 from horovod_train.scripts.meter import StepMeter
-from horovod_train.telemetry.catalog import SCRIPT_CATALOG
-from horovod_train.telemetry.rank_metrics import open_recorder, serve, watch_exchange, watch_waiting
-from horovod_train.telemetry.records import GpuExchangeRecord
+from horovod_train.telemetry.catalog import SCRIPT_CATALOG, GpuExchangeRecord
+from horovod_train.telemetry.recorder import open_recorder, serve, watch_exchange, watch_waiting
 from horovod_train.telemetry.tracking import open_trackers
 
 log = logging.getLogger(__name__)

@@ -2,15 +2,22 @@
 
 It has no database: each request reads run folders, launchers and the records of submitted jobs. Its OpenAPI
 document is ``/api/v1/openapi.json``.
+
+JSON documents of the HTTP API.
+
+Streams of a job's events and output as server-sent events (WHATWG HTML, section 9.2).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path as FilePath
 from time import monotonic
 from typing import Annotated, Literal
@@ -19,30 +26,222 @@ from urllib.parse import unquote
 from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from horovod_train.client.local import LocalJob, start
+from horovod_train.client.handle import LocalJob, start
 from horovod_train.client.remote import API
-from horovod_train.errors import HorovodTrainError, LaunchError, UnansweredError, UserError, result_of
-from horovod_train.launch.base import JobStatus, State
+from horovod_train.errors import (
+    HorovodTrainError,
+    LaunchError,
+    Problem,
+    UnansweredError,
+    UserError,
+    result_of,
+)
+from horovod_train.events.file import as_json
+from horovod_train.events.wire import parse_line
+from horovod_train.launch.base import PATIENCE_S, JobStatus, State
 from horovod_train.launch.jobs import find_job, known_jobs
 from horovod_train.monitor.view import finite_or_none
-from horovod_train.serve.documents import (
-    Cancellation,
-    ErrorDocument,
-    JobDocument,
-    JobId,
-    JobPage,
-    MetricsDocument,
-    Points,
-    ProblemDocument,
-    ResultDocument,
-    Submission,
-)
-from horovod_train.serve.statuses import Statuses
-from horovod_train.serve.streams import stream
-from horovod_train.serve.threads import Threads
-from horovod_train.serve.uploads import job_with_files
+from horovod_train.serve.work import Statuses, Threads, job_with_files
+
+MAX_FILES = 200
+JobId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+FileName = Annotated[str, Field(min_length=1, max_length=255)]
+
+
+class Submission(BaseModel):
+    """A job to start."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    job: dict[str, object] = Field(description="Job description, as in a job file; see docs/job.md.")
+    overrides: dict[str, object] = Field(
+        default={}, description="Values by dotted path, such as `train.epochs`; they override the job."
+    )
+    files: dict[FileName, str] = Field(
+        default={},
+        max_length=MAX_FILES,
+        description="Contents of Python files by relative path; `task: train.py:Task` may refer to them.",
+    )
+
+
+class Cancellation(BaseModel):
+    """How a job is ended."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    now: bool = Field(default=False, description="Kill the ranks at once, without saving a checkpoint.")
+
+
+class JobDocument(BaseModel):
+    """A job and its status."""
+
+    id: str
+    launcher: str
+    folder: str = Field(description="Run folder on the server's machine.")
+    submitted_unix_s: float
+    state: State
+    exit_code: int | None = Field(description="75: preempted, with a checkpoint; null: not ended.")
+    has_ended: bool
+    message: str
+    cause: str
+    lost_ranks: list[int]
+
+    @classmethod
+    def of(cls, job: LocalJob, status: JobStatus) -> JobDocument:
+        """Return the document of a job with a status."""
+        return cls(
+            id=job.id,
+            launcher=job.launcher,
+            folder=str(job.folder),
+            submitted_unix_s=job.submitted_unix_s,
+            state=status.state,
+            exit_code=status.exit_code,
+            has_ended=status.has_ended,
+            message=status.message,
+            cause=status.cause,
+            lost_ranks=list(status.lost_ranks),
+        )
+
+
+class JobPage(BaseModel):
+    """A page of the list of jobs, newest first."""
+
+    jobs: list[JobDocument]
+    next: str | None = Field(description="Value of `after` for the next page; null: this is the last one.")
+
+
+class Points(BaseModel):
+    """Values of a metric, by completed steps. NaN and infinity are null."""
+
+    step: list[int]
+    value: list[float | None]
+
+
+class MetricsDocument(BaseModel):
+    """Values of steps and evaluations."""
+
+    series: dict[str, Points]
+
+
+class ResultDocument(BaseModel):
+    """Result of a job that has succeeded; of a script, without metrics and checkpoint."""
+
+    metrics: dict[str, float | None] = Field(description="Metrics of the last evaluation.")
+    checkpoint: str | None = Field(description="Newest checkpoint, on the server's machine.")
+    num_steps: int
+
+
+class ProblemDocument(BaseModel):
+    """One problem of a job description, or of a request."""
+
+    path: str
+    found: str
+    message: str
+    hint: str
+
+
+class ErrorDocument(BaseModel):
+    """Response to a request that failed."""
+
+    kind: str = Field(description="config, key_used, launch, user, request, ...")
+    message: str
+    hint: str
+    problems: list[ProblemDocument] = Field(description="All problems of a job description or a request.")
+
+    @classmethod
+    def of(cls, error: HorovodTrainError) -> ErrorDocument:
+        """Return the document of an error."""
+        problems: tuple[Problem, ...] = getattr(error, "problems", ())
+        known = next(each for each in type(error).__mro__ if each.__module__ == HorovodTrainError.__module__)
+        name = known.__name__.removesuffix("Error")
+        return cls(
+            kind=re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(),
+            message=error.message,
+            hint=error.hint,
+            problems=[
+                ProblemDocument(path=each.path, found=each.found, message=each.message, hint=each.hint)
+                for each in problems
+            ],
+        )
+
+
+KEEP_ALIVE_S = 15.0
+STATUS_INTERVAL_S = 2.0
+"""Interval of status queries of a stream without new lines."""
+
+
+async def stream(
+    job: LocalJob,
+    what: Literal["events", "logs"],
+    position: str,
+    statuses: Statuses,
+    threads: Threads,
+    *,
+    follow: bool,
+) -> AsyncIterator[bytes]:
+    """Yield the lines of a job after a position, then its status as event ``end``.
+
+    Args:
+        job: The job.
+        what: events: lines of ``events.jsonl``; logs: readable lines of the output.
+        position: ID of the last event that the client has received; empty: none.
+        statuses: Status of jobs.
+        threads: Threads for blocking calls.
+        follow: Continue until the job has ended.
+    """
+    tail = job.tail_of_events(position) if what == "events" else job.tail_of_log(position)
+    sent_s, queried_s = monotonic(), float("-inf")
+    has_sent, status, known_s = bool(position), None, monotonic()
+    yield b"retry: 2000\n\n"
+    try:
+        while True:
+            # Queried before reading, so that lines written just before the end are read, too.
+            if monotonic() - queried_s > STATUS_INTERVAL_S:
+                queried_s = monotonic()
+                try:
+                    status, known_s = await threads.query(partial(statuses.get, job)), monotonic()
+                except LaunchError:  # as `horovod-train wait`, tolerate it for a while
+                    if not follow or monotonic() - known_s > PATIENCE_S:
+                        raise
+            has_ended = status is not None and status.has_ended
+            read = threads.read if job.has_local_files else threads.query
+            is_whole = has_ended or (not follow and what == "logs")
+            lines = await read(partial(tail.read, is_complete=is_whole))
+            if lines:
+                sent_s, has_sent = monotonic(), True
+                yield b"".join(_encoded(what, *line) for line in lines)
+                continue
+            if status is not None and (has_ended or not follow):
+                break
+            await asyncio.sleep(tail.pause_s)
+            if monotonic() - sent_s > KEEP_ALIVE_S:
+                sent_s = monotonic()
+                yield b": still open\n\n"
+        if what == "logs" and not has_sent:  # such as the log of a Slurm job that failed before it started
+            found = await threads.query(lambda: list(job.logs(follow=False)))
+            yield b"".join(_event("", "", line) for line in found)
+    except (HorovodTrainError, OSError) as error:
+        yield _event("", "error", json.dumps({"message": str(error)}))
+        return
+    yield _event("", "end", JobDocument.of(job, status).model_dump_json())
+
+
+def _encoded(what: Literal["events", "logs"], position: str, line: str) -> bytes:
+    if what == "events":
+        return _event(position, "", as_json(line))
+    text = parse_line(line).readable()
+    return b"" if text is None else _event(position, "", text)
+
+
+def _event(position: str, name: str, data: str) -> bytes:
+    fields = [*([f"id: {position}"] if position else []), *([f"event: {name}"] if name else [])]
+    # A line break in the data starts a new field; a carriage return counts as one.
+    fields += [f"data: {part}" for part in data.replace("\r", "\n").split("\n")]
+    return ("\n".join(fields) + "\n\n").encode(errors="replace")
+
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,10 @@
 /page/report?key=   a report of one or several runs, as a file
 /api/v1/            the HTTP API (``api.py``), which also ends jobs for the page
 /targets, /metrics  for Prometheus (``targets.py``)
+
+Endpoints for Prometheus: /targets for ``http_sd_configs``, and /metrics with the metrics of jobs.
+
+Targets for Prometheus' HTTP service discovery.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -25,21 +29,83 @@ from time import monotonic, sleep
 
 from anyio import to_thread
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from horovod_train.errors import UserError
-from horovod_train.monitor.board import Board, DisplayedRun, Readings
+from horovod_train.events.wire import as_document
 from horovod_train.monitor.live import Access
-from horovod_train.monitor.view import curves_document, job_row, log_tail, run_document
-from horovod_train.report.document import report_of
-from horovod_train.report.page import as_html
-from horovod_train.report.record import records_of
+from horovod_train.monitor.runs import JobCollector, Run, Runs
+from horovod_train.monitor.view import (
+    Board,
+    DisplayedRun,
+    Readings,
+    curves_document,
+    job_row,
+    log_tail,
+    run_document,
+)
+from horovod_train.report.document import as_html, records_of, report_of
 from horovod_train.serve.api import JobsApi
-from horovod_train.serve.targets import add_targets
-from horovod_train.serve.tokens import Role, Tokens
-from horovod_train.serve.web import Server, Tls, application, json_response, read
+from horovod_train.serve.web import (
+    Role,
+    Server,
+    Tls,
+    Tokens,
+    application,
+    json_response,
+    read,
+    token_of_environment,
+)
+
+
+def http_sd(runs: Iterable[Run]) -> list[dict[str, object]]:
+    """Return the targets of unfinished runs, in the format of ``http_sd_configs``."""
+    return as_document(
+        target
+        for run in runs
+        if not run.status().has_ended
+        for _, target in sorted(run.history().targets.items())
+    )
+
+
+TARGETS_PORT = 9300
+
+
+def add_targets(app: FastAPI, places: Sequence[Path], *, with_submitted: bool = False) -> None:
+    """Add the endpoints, for the runs in some folders (and submitted jobs), to an application."""
+    runs = Runs(places, with_ranks=False, with_submitted=with_submitted)
+    registry = CollectorRegistry()
+    registry.register(JobCollector(runs))
+
+    async def targets(request: Request) -> Response:
+        """Return the metrics endpoints of ranks."""
+        return json_response(await read(request, lambda: http_sd(runs.all())))
+
+    async def metrics(request: Request) -> Response:
+        """Return the metrics of jobs in the requested exposition format."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        text = await read(request, lambda: encode(registry))
+        return Response(text, headers={"Content-Type": content_type})
+
+    app.add_route("/targets", targets, methods=["GET"], include_in_schema=False)
+    app.add_route("/metrics", metrics, methods=["GET"], include_in_schema=False)
+
+
+def serve_targets(places: list[Path], host: str, port: int) -> Server:
+    """Serve the targets and metrics of all jobs in some folders, without the page.
+
+    Raises:
+        UserError: The server cannot listen on this address and port.
+    """
+    token = token_of_environment()
+    app = application(host, None if token is None else Tokens(token))
+    add_targets(app, places)
+    return Server(app, host, port)
+
 
 PORT = 9301
 MAX_JOBS_SHOWN = 200

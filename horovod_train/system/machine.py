@@ -1,13 +1,23 @@
-"""Cores and memory that are available to this process, within the limits of containers and batch systems."""
+"""Cores and memory that are available to this process, within the limits of containers and batch systems.
+
+Import of optional packages.
+
+Versions of installed packages.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from horovod_train.errors import UserError
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -33,3 +43,24 @@ def usable_memory_bytes(cgroup: Path = CGROUP) -> int:
         with suppress(OSError, ValueError):
             return min(free, int((cgroup / limit).read_text()))
     return free
+
+
+def import_optional(name: str, *, needed_by: str, hint: str) -> Any:
+    """Import and return a module of an optional package.
+
+    Raises:
+        UserError: It cannot be imported; ``needed_by`` (a feature) and ``hint`` are parts of the message.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UserError(f"{needed_by}: the package {name} cannot be imported: {error}", hint=hint) from error
+
+
+def versions_with(framework: str) -> dict[str, str]:
+    """Return the versions of this package, of Horovod and of a framework, as far as they are installed."""
+    found = {}
+    for name in ("horovod_train", "horovod", framework):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

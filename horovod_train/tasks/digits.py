@@ -1,13 +1,33 @@
-"""Classification of scikit-learn's bundled handwritten digits with a small convolutional network."""
+"""Classification of scikit-learn's bundled handwritten digits with a small convolutional network.
+
+The handwritten digits of scikit-learn, read without importing it, because the import takes long.
+"""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from horovod_train.tasks.digit_images import digit_images
+
+def digit_images() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return 1,797 images of 8 x 8 pixels with values 0 .. 16, and their classes, 0 .. 9.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+    """
+    found = find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+    # The format of sklearn.datasets.load_digits: one image per line, with its class at the end.
+    lines = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    return lines[:, :-1].reshape(-1, 8, 8), lines[:, -1].astype(np.int64)
 
 
 class Digits:

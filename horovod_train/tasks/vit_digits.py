@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers import ViTForImageClassification
 
-from horovod_train.tasks.digit_images import digit_images
+from horovod_train.tasks.digits import digit_images
 
 NUM_CLASSES = 10
 

@@ -2,32 +2,365 @@
 
 Recorder, documentation, dashboards, alert rules, web page and tests are derived from ``CATALOG``. Machine
 metrics are in ``catalog_machine.py``. Sources of metrics are classes of ``records.py``, and ``WriteReport``.
+
+Machine metrics of a rank: host memory, and its device as reported by the framework and by NVML.
+
+Declaration of metrics.
+
+Records of training and samplers, from which the metrics of the catalog are computed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from horovod_train.checkpoint.write_report import WriteReport
-from horovod_train.telemetry.catalog_machine import MACHINE
-from horovod_train.telemetry.metric import Metric, StepNumber
-from horovod_train.telemetry.records import (
-    CurrentWaitRecord,
-    EndRecord,
-    EvaluatingRecord,
-    EvaluationRecord,
-    ExchangeRecord,
-    GpuExchangeRecord,
-    GraceRecord,
-    GroupNoiseRecord,
-    ReferenceRecord,
-    StepRecord,
-    TrackerRecord,
-    WaitRecord,
-    WorldRecord,
+from horovod_train.checkpoint.writing import WriteReport
+
+RANK_LABELS = ("training_job", "run", "rank", "local_rank", "host")
+"""Labels of a rank's series. The label ``job`` is not used, because Prometheus sets it to the scrape job."""
+
+JOB_LABELS = ("training_job", "run")
+"""Labels of the series of a job."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Metric.
+
+    Attributes:
+        name: Name in Prometheus, with the base unit.
+        kind: A counter is incremented by the value, a gauge is set to it, and a histogram observes it. A
+            clock is a gauge whose value is a function that is called on each scrape.
+        help: Help text, one sentence.
+        question: Question of a user that the metric answers.
+        source: Class of the records from which it is computed.
+        value: Returns the value from a record; with ``label``, a mapping from label value to value; None: no
+            update.
+        label: Additional label; None: only those of the rank.
+        buckets_s: Upper bounds of a histogram, in seconds.
+        from_zero: Whether a counter is exported as zero before the first record. False: it may be unknown.
+        shown: Title on the job's dashboard and on the page, for numbers of a step that are equal on all
+            ranks; empty: it has its own panel, or none.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "clock", "histogram"]
+    help: str
+    question: str
+    source: type
+    value: Callable[..., Any]
+    label: str | None = None
+    buckets_s: tuple[float, ...] = ()
+    from_zero: bool = True
+    shown: str = ""
+
+    @property
+    def prometheus_type(self) -> str:
+        """Type in Prometheus."""
+        return "gauge" if self.kind == "clock" else self.kind
+
+
+@dataclass(frozen=True)
+class StepNumber:
+    """``Metric.value`` that returns a number of a step, by its name in ``StepRecord.numbers``."""
+
+    name: str
+
+    def __call__(self, step: Any) -> float | None:
+        """Return the number of a step; None: it was not computed."""
+        found: float | None = step.numbers.get(self.name)
+        return found
+
+
+def as_markdown(metrics: Iterable[Metric]) -> str:
+    """Return a Markdown table of metrics for the documentation."""
+    rows = ["| metric | type | meaning | answers |", "|---|---|---|---|"]
+    for metric in metrics:
+        by = f" by {metric.label}" if metric.label else ""
+        rows.append(f"| `{metric.name}`{by} | {metric.prometheus_type} | {metric.help} | {metric.question} |")
+    return "\n".join(rows)
+
+
+@dataclass(slots=True)  # a frozen one takes four times as long to create, in each step
+class StepRecord:
+    """One optimizer step of this rank. In scripts, values that may be None may be unknown.
+
+    Attributes:
+        seconds: Wall time of the step; on a GPU, device time.
+        phase_seconds: Time by phase, as far as phases are measured separately.
+        num_samples: Samples that this rank read.
+        epochs: Epochs passed, with the fraction of the current one.
+        loss: Mean loss over the samples of all ranks.
+        local_loss: Contribution of this rank to the loss.
+        lr: Learning rate.
+        is_finite: Whether loss and gradient were finite. If not, the step was skipped. None: not checked.
+        own_seconds: Step time minus all-reduce wait; None: not measured separately.
+        step: Number of the step, counted over all restarts.
+        numbers: Further numbers of the step by name, as in ``StepOutcome``; None: not computed.
+    """
+
+    seconds: float
+    phase_seconds: Mapping[str, float]
+    num_samples: int | None
+    epochs: float | None
+    loss: float | None
+    local_loss: float | None
+    lr: float | None
+    is_finite: bool | None
+    own_seconds: float | None = None
+    step: int | None = None
+    numbers: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GroupNoiseRecord:
+    """Gradient noise scale of each parameter group in samples, by number of the group."""
+
+    noise_scales: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class WaitRecord:
+    """Waits of this rank in some steps, computed after all ranks have exchanged their wait times.
+
+    Attributes:
+        waiting_s: Time that this rank waited for other ranks.
+        communication_s: Wait of the rank that arrived last, which is the time of the communication.
+        waited_for_s: Time that other ranks waited for this rank, summed over them.
+    """
+
+    waiting_s: float
+    communication_s: float
+    waited_for_s: float
+
+
+@dataclass(frozen=True)
+class CurrentWaitRecord:
+    """Time for which this rank has been waiting in its current collective; 0: it does not wait."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ExchangeRecord:
+    """Bytes and duration of all-reduces since the last reading, from the time when all ranks are ready."""
+
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class GpuExchangeRecord(ExchangeRecord):
+    """The same for all-reduces on a GPU. The duration begins when the data of this rank is ready."""
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Metrics of one evaluation, over all samples of all ranks."""
+
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class EvaluatingRecord:
+    """Start or end of an evaluation."""
+
+    is_under_way: bool
+
+
+@dataclass(frozen=True)
+class WorldRecord:
+    """Number of ranks that the job requested, and number of running ranks."""
+
+    num_wanted: int
+    num_present: int
+
+
+@dataclass(frozen=True)
+class EndRecord:
+    """End time of this rank, in Unix seconds; 0: the rank is running."""
+
+    unix_s: float
+
+
+@dataclass(frozen=True)
+class GraceRecord:
+    """Estimated time of a preemption, and its grace period ``launch.grace_s``."""
+
+    needed_s: float
+    granted_s: float
+
+
+@dataclass(frozen=True)
+class TrackerRecord:
+    """Calls of trackers that were dropped or failed."""
+
+    num_lost: int
+
+
+@dataclass(frozen=True)
+class ReferenceRecord:
+    """Throughput of a run of the same job on one rank, and peak FLOP/s of the device; None: unknown."""
+
+    samples_per_s: float | None = None
+    peak_flops: float | None = None
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """Resident memory of this process on its host: current and peak."""
+
+    resident_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceMemoryRecord:
+    """Device memory of the framework: allocated by tensors, reserved (None: unknown), peak of allocated."""
+
+    allocated_bytes: int
+    reserved_bytes: int | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class GpuRecord:
+    """State of this rank's GPU from NVML; None: not supported by the GPU or its driver.
+
+    Attributes:
+        utilization: Fraction of time in which a kernel ran, 0 to 1.
+        memory_used_bytes: Memory used by all processes.
+        memory_total_bytes: Memory of the GPU.
+        power_w: Power draw.
+        temperature_c: Temperature of the chip.
+        clock_hz: Clock of the multiprocessors.
+        throttled: 1 for each reason for which the clock is throttled, else 0.
+        ecc_errors: New memory errors since the last reading, by kind: corrected, uncorrected.
+    """
+
+    utilization: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    clock_hz: float | None = None
+    throttled: Mapping[str, int] | None = None
+    ecc_errors: Mapping[str, int] | None = None
+
+
+MACHINE = (
+    Metric(
+        "horovod_train_resident_memory_bytes",
+        "gauge",
+        "Memory of this process on its host, without loader processes.",
+        "Does a rank leak memory?",
+        MemoryRecord,
+        lambda memory: memory.resident_bytes,
+    ),
+    Metric(
+        "horovod_train_resident_memory_peak_bytes",
+        "gauge",
+        "Peak memory of this process on its host.",
+        "How much memory does a rank need?",
+        MemoryRecord,
+        lambda memory: memory.peak_bytes,
+    ),
+    Metric(
+        "horovod_train_device_memory_allocated_bytes",
+        "gauge",
+        "Memory of this rank's device allocated by tensors of its framework.",
+        "How much of the device's memory is in use?",
+        DeviceMemoryRecord,
+        lambda memory: memory.allocated_bytes,
+    ),
+    Metric(
+        "horovod_train_device_memory_reserved_bytes",
+        "gauge",
+        "Memory of this rank's device reserved by its framework.",
+        "How much of the device's memory is in use?",
+        DeviceMemoryRecord,
+        lambda memory: memory.reserved_bytes,
+    ),
+    Metric(
+        "horovod_train_device_memory_peak_bytes",
+        "gauge",
+        "Peak memory of this rank's device allocated by tensors of its framework.",
+        "Would a larger batch fit?",
+        DeviceMemoryRecord,
+        lambda memory: memory.peak_bytes,
+    ),
+    Metric(
+        "horovod_train_gpu_utilization_ratio",
+        "gauge",
+        "Fraction of time in which a kernel ran on this rank's GPU (NVML).",
+        "Is the GPU busy?",
+        GpuRecord,
+        lambda gpu: gpu.utilization,
+    ),
+    Metric(
+        "horovod_train_gpu_memory_used_bytes",
+        "gauge",
+        "Memory of this rank's GPU used by all processes (NVML).",
+        "Do other processes use the GPU?",
+        GpuRecord,
+        lambda gpu: gpu.memory_used_bytes,
+    ),
+    Metric(
+        "horovod_train_gpu_memory_total_bytes",
+        "gauge",
+        "Memory of this rank's GPU (NVML).",
+        "How much of the device's memory is in use?",
+        GpuRecord,
+        lambda gpu: gpu.memory_total_bytes,
+    ),
+    Metric(
+        "horovod_train_gpu_power_watts",
+        "gauge",
+        "Power draw of this rank's GPU (NVML).",
+        "Do all GPUs have the same load?",
+        GpuRecord,
+        lambda gpu: gpu.power_w,
+    ),
+    Metric(
+        "horovod_train_gpu_temperature_celsius",
+        "gauge",
+        "Temperature of this rank's GPU (NVML).",
+        "Is a GPU too hot?",
+        GpuRecord,
+        lambda gpu: gpu.temperature_c,
+    ),
+    Metric(
+        "horovod_train_gpu_clock_hertz",
+        "gauge",
+        "Clock of the multiprocessors of this rank's GPU (NVML).",
+        "Is a GPU slower than the others?",
+        GpuRecord,
+        lambda gpu: gpu.clock_hz,
+    ),
+    Metric(
+        "horovod_train_gpu_throttled",
+        "gauge",
+        "1 if the clock of this rank's GPU is throttled for a reason (NVML), else 0.",
+        "Why is a GPU slower than the others?",
+        GpuRecord,
+        lambda gpu: gpu.throttled,
+        label="reason",
+    ),
+    Metric(
+        "horovod_train_gpu_ecc_errors_total",
+        "counter",
+        "Memory errors of this rank's GPU since the rank started: corrected, uncorrected (NVML).",
+        "Is a GPU about to fail?",
+        GpuRecord,
+        lambda gpu: gpu.ecc_errors,
+        label="kind",
+        from_zero=False,
+    ),
 )
+
 
 STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 CHECKPOINT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)

@@ -1,28 +1,345 @@
-"""State of one rank's training run."""
+"""State of one rank's training run.
+
+Progress of training: the plain numbers from which a job resumes.
+
+Plan of a rank's remaining steps in an epoch.
+
+Actions that hooks return; None: continue.
+
+A hook must return the same action at the same step on every rank. It derives the action from values that are
+equal on all ranks (losses, metrics, progress) or that were exchanged. Only the first action is performed.
+
+Queue of steps whose results are pending.
+
+On a CPU, loss, gradient norm and phases are available after the step. On a device, they become available
+while later steps run, and the host must not wait for them in each step. Code that requires the results
+(before a save, at the end of an epoch) waits for all pending steps.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from time import monotonic, sleep
+from typing import Any
 
-from horovod_train.collectives.base import Communicator
-from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.batches import batch_size_at, samples_of_growth
-from horovod_train.config.duration import Duration
+from horovod_train.collectives.base import Communicator, Mesh
+from horovod_train.config.arguments import batch_size_at, samples_of_growth
+from horovod_train.config.fields import Duration
 from horovod_train.config.schema import Job, Train
-from horovod_train.data.shard import num_steps
-from horovod_train.frameworks.base import Reader, Replica
-from horovod_train.health.finite import FiniteGuard
+from horovod_train.data.shard import (
+    PlannedStep,
+    StepShare,
+    epoch_order,
+    num_steps,
+    planned_steps,
+    steps_of_epoch,
+)
+from horovod_train.errors import UserError
+from horovod_train.frameworks.base import PendingOutcome, Reader, Replica, StepOutcome
+from horovod_train.health.comparisons import FiniteGuard
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.lr.scaling import gain
-from horovod_train.training.actions import Action
-from horovod_train.training.pending_steps import PendingSteps, StepReport
-from horovod_train.training.progress import PassedIntervals, Progress
+from horovod_train.lr.schedules import PlateauState
+from horovod_train.training.noise import NoiseMoments
 
-if TYPE_CHECKING:
-    from horovod_train.training.hooks.base import Hook
+
+@dataclass(frozen=True)
+class DataOrder:
+    """Settings that determine the order of samples, which must not change within an epoch."""
+
+    num_samples: int
+    seed: int
+    shuffle: bool
+
+
+@dataclass
+class PassedIntervals:
+    """How often an interval has passed.
+
+    Attributes:
+        interval: The interval, as text; empty: unknown, in checkpoints of previous versions.
+        number: How often it has passed.
+    """
+
+    interval: str = ""
+    number: int = 0
+
+
+@dataclass
+class Progress:
+    """Progress of training.
+
+    Attributes:
+        order: Settings that determine the order of samples.
+        step: Optimizer steps performed.
+        epoch: Epochs completed.
+        cursor: Samples of the current epoch used by all ranks together.
+        metrics: Result of the last evaluation.
+        metrics_step: Optimizer steps performed before that evaluation; -1: none.
+        best_metric: Best value of the early-stopping metric so far.
+        num_without_improvement: Evaluations since ``best_metric``.
+        stopped_early: Whether early stopping has ended training.
+        plateau: Reductions of the learning rate by ``lr.decay: plateau``.
+        noise: Moments of the gradient noise, if they are measured.
+        scaled_epochs: Scale-invariant progress under AdaScale; otherwise equal to ``epochs_passed``.
+        evaluation: The interval of evaluations, and how often it had passed at the last evaluation.
+        epochs_of_steps: Positions in steps, in epochs: one that has passed may belong to other ranks.
+    """
+
+    order: DataOrder
+    step: int = 0
+    epoch: int = 0
+    cursor: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_step: int = -1
+    best_metric: float | None = None
+    num_without_improvement: int = 0
+    stopped_early: bool = False
+    plateau: PlateauState = field(default_factory=PlateauState)
+    noise: NoiseMoments = field(default_factory=NoiseMoments)
+    scaled_epochs: float = 0.0
+    evaluation: PassedIntervals = field(default_factory=PassedIntervals)
+    epochs_of_steps: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def epochs_passed(self) -> float:
+        """Epochs completed, with the fraction of the current one."""
+        return self.epoch + self.cursor / self.order.num_samples
+
+    def num_passed(self, interval: Duration, *, is_before: bool = False) -> int:
+        """Return how often an interval has passed since the start of the training.
+
+        Args:
+            interval: The interval.
+            is_before: Return it for just before the last step has ended.
+        """
+        length = self.order.num_samples
+        num_samples = self.epoch * length + self.cursor
+        return interval.num_passed(
+            step=self.step - is_before, num_samples=num_samples - is_before, samples_per_epoch=length
+        )
+
+    def advance(self, num_samples: int, scaled_epochs: float) -> None:
+        """Count an optimizer step, its samples on all ranks, and its scale-invariant progress in epochs."""
+        self.step += 1
+        self.cursor += num_samples
+        self.scaled_epochs += scaled_epochs
+
+    def finish_epoch(self) -> None:
+        """Count a completed epoch."""
+        self.epoch += 1
+        self.cursor = 0
+
+    @property
+    def current_metrics(self) -> dict[str, float]:
+        """Metrics of the current weights; empty: they were not evaluated."""
+        return self.metrics if self.metrics_step == self.step else {}
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain JSON."""
+        return asdict(self)
+
+    def restore(self, document: Mapping[str, Any]) -> None:
+        """Load the progress of a checkpoint.
+
+        Raises:
+            UserError: The checkpoint is within an epoch, and the order of samples has changed.
+        """
+        fields = dict(document)
+        old = DataOrder(**fields.pop("order"))
+        if fields["cursor"] > 0 and old != self.order:
+            changed = [
+                f"{name} was {before} and is {now}"
+                for name, before in asdict(old).items()
+                if (now := asdict(self.order)[name]) != before
+            ]
+            raise UserError(
+                "the checkpoint was saved within an epoch with another order of samples: "
+                + "; ".join(changed),
+                hint="restore these settings until the epoch is complete, or use another name",
+            )
+        for name, kind in (
+            ("plateau", PlateauState),
+            ("noise", NoiseMoments),
+            ("evaluation", PassedIntervals),
+            ("epochs_of_steps", dict),
+        ):
+            found = fields.get(name)  # absent in checkpoints of former versions
+            fields[name] = kind() if found is None else kind(**found)
+        for name, value in fields.items():
+            setattr(self, name, value)
+        if fields.get("scaled_epochs") is None:
+            self.scaled_epochs = self.epochs_passed
+
+
+def plan_epoch(
+    ranks: Communicator,
+    reader: Reader,
+    progress: Progress,
+    *,
+    batch_size_per_rank: int,
+    accumulation_steps: int,
+    batch_size_at: Callable[[float], int],
+    max_steps: int | None = None,
+    equal_micro_batches: bool = False,
+) -> list[PlannedStep]:
+    """Return the remaining steps of the current epoch, at most ``max_steps``; None: no limit.
+
+    The samples are distributed over ``ranks``. A step has ``batch_size_at(epochs passed)`` samples, in
+    at most ``accumulation_steps`` micro-batches of at most ``batch_size_per_rank`` samples. With
+    ``equal_micro_batches``, all ranks read the same number of micro-batches.
+    """
+    order = progress.order
+    shares = steps_of_epoch(
+        num_samples=order.num_samples,
+        cursor=progress.cursor,
+        batch_size_per_rank=batch_size_per_rank,
+        accumulation_steps=accumulation_steps,
+        rank=ranks.rank,
+        size=ranks.size,
+        equal_micro_batches=equal_micro_batches,
+        batch_size_at=lambda cursor: batch_size_at(progress.epoch + cursor / order.num_samples),
+    )
+    places = epoch_order(order.num_samples, order.seed, progress.epoch, shuffle=order.shuffle)
+    return planned_steps(
+        islice(shares, max_steps), partial(reader.read, progress.epoch, places), progress.epoch
+    )
+
+
+@dataclass(frozen=True)
+class ExitPreempted:
+    """Exit with code 75 after ``step`` optimizer steps: a checkpoint is saved, and the next start resumes."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End training after ``step`` optimizer steps: evaluate and save as after the last epoch.
+
+    The next start resumes from this checkpoint. ``why`` is the reason in the log.
+    """
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True)
+class RestoreCheckpoint:
+    """Resume from this run's checkpoint of ``step``. ``why`` is the reason in the log."""
+
+    step: int
+    why: str
+
+
+Action = ExitPreempted | Stop | RestoreCheckpoint
+
+
+DRAIN_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)  # not frozen: creating a frozen instance takes four times as long
+class StepReport:
+    """Description of a step for hooks.
+
+    Attributes:
+        step: Number of optimizer steps performed, including this one.
+        epochs_passed: Epochs passed after this step, with the fraction of the current one.
+        share: This rank's part of the step's samples.
+        lr: Learning rate of the step.
+        pending_outcome: Future of the result.
+        derived: Numbers that a hook has derived from the results of steps, by name in the catalog of metrics.
+    """
+
+    step: int
+    epochs_passed: float
+    share: StepShare
+    lr: float
+    pending_outcome: PendingOutcome
+    derived: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> Mapping[str, float | None]:
+        """Numbers of the result, and derived numbers; waits for the result."""
+        return {**self.outcome.numbers, **self.derived}
+
+    @property
+    def outcome(self) -> StepOutcome:
+        """Result of the step; waits for it. Hooks receive steps whose results are available."""
+        return self.pending_outcome.outcome()
+
+
+class PendingSteps:
+    """Steps whose results have not been passed to hooks yet.
+
+    Results are delivered ``lag_steps`` steps later. The delay is fixed and does not depend on availability,
+    because all ranks must act on a result after the same step.
+    """
+
+    def __init__(self, lag_steps: int = 0) -> None:
+        self._lag_steps = lag_steps
+        self._pending: deque[StepReport] = deque()
+
+    def add(self, report: StepReport) -> None:
+        """Add the latest step."""
+        self._pending.append(report)
+
+    def ready(self) -> Iterator[StepReport]:
+        """Yield the steps whose results are due, in order."""
+        while len(self._pending) > self._lag_steps:
+            yield self._pending.popleft()
+
+    def all(self) -> Iterator[StepReport]:
+        """Yield all pending steps. Their ``outcome`` waits for the result."""
+        while self._pending:
+            yield self._pending.popleft()
+
+    def drain(self) -> Iterator[StepReport]:
+        """Yield steps with results available in ``DRAIN_TIMEOUT_S``, because a failed device may hang."""
+        until_s = monotonic() + DRAIN_TIMEOUT_S
+        while self._pending:
+            while not self._pending[0].pending_outcome.is_ready():
+                if monotonic() > until_s:
+                    return
+                sleep(0.01)
+            yield self._pending.popleft()
+
+    def clear(self) -> None:
+        """Discard all pending steps."""
+        self._pending.clear()
+
+
+class Callbacks:
+    """Methods that the loop calls. They do nothing here.
+
+    They must return the same action on all ranks; None: continue.
+    """
+
+    def on_start(self, run: Run) -> None:
+        """Called once before the first step; a checkpoint to resume from is loaded already."""
+
+    def on_reading(self, run: Run, report: StepReport) -> Action | None:
+        """Called with the result of a step, in step order; ``run.progress`` may be some steps ahead."""
+        return None
+
+    def on_step(self, run: Run) -> Action | None:
+        """Called after each optimizer step, which ``run.progress`` includes; its result may be pending."""
+        return None
+
+    def on_evaluation(self, run: Run, *, begins: bool) -> None:
+        """Called before and after an evaluation; after it, ``run.progress.metrics`` has the results."""
+
+    def on_epoch(self, run: Run, *, evaluated: bool) -> Action | None:
+        """Called after each epoch; ``evaluated``: whether the weights at its end were evaluated."""
+        return None
+
+    def on_end(self, run: Run) -> None:
+        """Called when training is complete."""
 
 
 @dataclass
@@ -46,7 +363,7 @@ class Run:
     policy: LearningRatePolicy
     guard: FiniteGuard
     progress: Progress
-    hooks: list[Hook] = field(default_factory=list)
+    hooks: list[Callbacks] = field(default_factory=list)
     pending_steps: PendingSteps = field(init=False)
     restore: Callable[[int], None] | None = None
     is_stopped: bool = False

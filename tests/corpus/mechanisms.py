@@ -65,7 +65,7 @@ def nothing(*_: Any) -> Iterator[None]:
 
 
 MECHANISMS = {
-    "ranks agree on the path": Mechanism("TwoExperts", "fsdp", f"{TORCH}.comm.paths:PathAgreement.event"),
+    "ranks agree on the path": Mechanism("TwoExperts", "fsdp", f"{TORCH}.comm.groups:PathAgreement.event"),
     "hooks of parameters: they stay whole": Mechanism(
         "Hooks", "fsdp", f"{TORCH}.strategies.fsdp.strategy:unsharded_parameters", scalars_only
     ),
@@ -92,19 +92,19 @@ MECHANISMS = {
         "ConvBn", "allreduce", f"{TORCH}.framework:synchronize_batch_norm", lambda *_, **__: 0, is_found=False
     ),
     "sums and counts": Mechanism(
-        "TokenMean", "allreduce", f"{TORCH}.step.loss:StepLoss.weigh", mean_of, is_found=False, wraps=True
+        "TokenMean", "allreduce", f"{TORCH}.step.update:StepLoss.weigh", mean_of, is_found=False, wraps=True
     ),
     "sums and counts, where DeepSpeed updates": Mechanism(
         "TokenMean",
         "deepspeed2",
-        f"{TORCH}.strategies.deepspeed.strategy:DeepSpeed.divide_gradients",
+        "horovod_train.plugins.deepspeed.strategy:DeepSpeed.divide_gradients",
         settings=HARD,
     ),
     "recomputation moves no statistics": Mechanism(
-        "BnRecomputed", "allreduce", f"{TORCH}.sizes.activations:_from", nothing, is_found=False
+        "BnRecomputed", "allreduce", f"{TORCH}.sizes:_from", nothing, is_found=False
     ),
     "a trace sees the modes of autograd": Mechanism(
-        "NoGradSome", "pipeline", f"{TORCH}.strategies.pipeline.trace:modes", lambda: ()
+        "NoGradSome", "pipeline", "horovod_train.plugins.pipeline.trace:modes", lambda: ()
     ),
     "weights that are clamped in the loss": Mechanism("ClampW", "deepspeed2"),
     "weights that are changed by functional_call, sharded": Mechanism("Functional", "fsdp"),

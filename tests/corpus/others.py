@@ -218,7 +218,7 @@ def seen(framework: str, case: str, settings: str, num_ranks: int) -> dict[str, 
 
 def train(job: dict[str, Any], file: Path) -> int:
     """Train on this rank, and write the weights; return the exit code."""
-    from horovod_train.collectives.mesh import Mesh
+    from horovod_train.collectives.base import Mesh
     from horovod_train.config.schema import Job
     from horovod_train.errors import HorovodTrainError
     from horovod_train.registry import FRAMEWORKS

@@ -285,7 +285,7 @@ def import_what_ranks_need(strategies: Iterable[str]) -> None:
     for module in needed_by_steps:
         importlib.import_module(f"horovod_train.frameworks.torch.{module}")
     if any(name.startswith("deepspeed") for name in strategies):
-        from horovod_train.frameworks.torch.strategies.deepspeed.strategy import imported
+        from horovod_train.plugins.deepspeed.strategy import imported
 
         imported(torch.device("cpu"))
     gc.collect()

@@ -16,16 +16,15 @@ from torch import nn
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Data, Job
-from horovod_train.data.planned_step import PlannedStep
-from horovod_train.data.shard import MicroBatch, share_of_step
+from horovod_train.data.shard import MicroBatch, PlannedStep, share_of_step
 from horovod_train.errors import DeviceMemoryError
 from horovod_train.frameworks.base import explained_by
 from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import optimizer_of
-from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import SingleRankStrategy
+from horovod_train.frameworks.torch.task import Placement, TorchReader
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 GPU = torch.device("cuda")

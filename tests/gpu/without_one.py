@@ -22,14 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Allreduce, Job
-from horovod_train.data.planned_step import PlannedStep
-from horovod_train.data.shard import share_of_step
+from horovod_train.data.shard import PlannedStep, share_of_step
 from horovod_train.frameworks.torch.codecs.base import make_codec
 from horovod_train.frameworks.torch.comm.collectives import TorchSingleRank
 from horovod_train.frameworks.torch.state.optimizer import optimizer_over
 from horovod_train.frameworks.torch.step import replica as replica_module
-from horovod_train.frameworks.torch.step.deferred import DeferredOutcome, Sent
-from horovod_train.frameworks.torch.step.device_clock import HostTimer
+from horovod_train.frameworks.torch.step.deferred import DeferredOutcome, HostTimer, Sent
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.step.update import UpdateOnDevice
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, SingleRankStrategy

@@ -31,25 +31,28 @@ import numpy as np
 import psutil
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.collectives.base import Communicator, SingleRank
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Communicator, Mesh, SingleRank
 from horovod_train.config.schema import Job
-from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import PlannedStep
 from horovod_train.errors import EngineError, PeerError
-from horovod_train.frameworks.arrays import (
+from horovod_train.frameworks.base import (
+    IdenticalReplica,
+    StepClock,
+    StepOutcome,
+    add_metric,
+    load_task,
+    make_optimizer,
+)
+from horovod_train.frameworks.plain_data import (
     check_fits,
     check_same_layout,
     from_blob,
     from_rank_0,
     to_blob,
 )
-from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
-from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.python_state import state_of_task
-from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
-from horovod_train.frameworks.reader import NumpyReader
-from horovod_train.frameworks.task import load_task
-from horovod_train.horovod.launched import number_of, started_as_one_of_many
+from horovod_train.frameworks.reader import NumpyReader, load_rng_state, mix, rng_state
+from horovod_train.horovod.mpi import number_of, started_as_one_of_many
 
 Arrays = dict[str, np.ndarray]
 MEET_S = 60.0

@@ -14,15 +14,13 @@ from pathlib import Path
 import torch
 from cases import CASES, Task
 
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.framework import TorchFramework
-from horovod_train.health.desync import fingerprints
-from horovod_train.health.finite import FiniteGuard
+from horovod_train.health.comparisons import FiniteGuard, fingerprints
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.training.loop import evaluate, train
-from horovod_train.training.progress import DataOrder, Progress
-from horovod_train.training.run import Run
+from horovod_train.training.run import DataOrder, Progress, Run
 
 torch.set_num_threads(1)
 framework = TorchFramework()

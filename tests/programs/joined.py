@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from horovod_train.config.schema import Health, Job
-from horovod_train.frameworks.join import join
+from horovod_train.frameworks.devices import join
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 
 folder, warning_s, shutdown_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])

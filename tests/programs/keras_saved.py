@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from frameworks.keras_task import Task
 
-from horovod_train.frameworks.keras import distribute, init
+from horovod_train.plugins.keras import distribute, init
 
 folder = Path(sys.argv[1])
 ranks = init()

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from horovod_train.frameworks.lightning import HorovodStrategy
+from horovod_train.plugins.lightning import HorovodStrategy
 
 out = Path(sys.argv[1])
 NUM_SAMPLES = 48

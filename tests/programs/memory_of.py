@@ -15,9 +15,9 @@ import psutil
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh
+from horovod_train.config.arguments import axes_of
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import axes_of
 from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.training.loop import rest_of_epoch
 from horovod_train.worker import make_run

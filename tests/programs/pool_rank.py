@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.collectives.horovod import HorovodCommunicator
-from horovod_train.horovod.launched import number_of
+from horovod_train.horovod.mpi import number_of
 
 OF_LAUNCHERS = ("HOROVOD", "OMPI", "PMI", "PMIX")
 RANK = number_of(os.environ, "rank", alone=0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_train.horovod.launched import number_of
+from horovod_train.horovod.mpi import number_of
 
 RANK = number_of(os.environ, "rank", alone=0)
 

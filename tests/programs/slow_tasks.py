@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from horovod_train.horovod.launched import number_of
+from horovod_train.horovod.mpi import number_of
 
 RANK = str(number_of(os.environ, "rank", alone=0))
 

@@ -17,15 +17,14 @@ from strategy_cases import ALLREDUCE, CASES, SERVER, Way
 
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.collectives.base import allgather_json
-from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.evaluation import Checkpoint
+from horovod_train.collectives.base import Mesh, allgather_json
+from horovod_train.config.arguments import axes_of
+from horovod_train.config.optimization import Checkpoint
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import axes_of
 from horovod_train.frameworks.torch.framework import TorchFramework
-from horovod_train.health.desync import check_replicas_identical
+from horovod_train.health.comparisons import check_replicas_identical
+from horovod_train.training.hooks.base import resume_from, save_checkpoint
 from horovod_train.training.loop import evaluate, train
-from horovod_train.training.parts import resume_from, save_checkpoint
 from horovod_train.training.run import Run
 from horovod_train.worker import make_run
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from horovod_train.horovod.launched import number_of
+from horovod_train.horovod.mpi import number_of
 
 RANK = number_of(os.environ, "rank", alone=0)
 

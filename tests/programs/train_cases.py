@@ -14,14 +14,14 @@ from pathlib import Path
 from frameworks.cases import BEFORE, NOT_A_NUMBER, OVERFLOW, OVERFLOWING, STOPPED_WITHIN, cases_of
 
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, UserError
-from horovod_train.health.desync import fingerprints
+from horovod_train.health.comparisons import fingerprints
 from horovod_train.registry import FRAMEWORKS
 from horovod_train.training.hooks.base import Hook
-from horovod_train.training.hooks.evaluation import EvaluateWithinEpoch
+from horovod_train.training.hooks.saving import EvaluateWithinEpoch
 from horovod_train.training.loop import evaluate
 from horovod_train.training.run import Run
 from horovod_train.worker import make_run, restore_from, train_all

@@ -10,7 +10,7 @@ import torch
 from language import EPOCHS, GLOBAL_BATCH, LR, Texts, model, tensors
 from transformers import TrainerCallback, TrainingArguments
 
-from horovod_train.frameworks.transformers import HorovodTrainer, init
+from horovod_train.plugins.transformers import HorovodTrainer, init
 
 out = Path(sys.argv[1])
 torch.set_num_threads(1)

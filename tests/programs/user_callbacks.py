@@ -15,11 +15,11 @@ from typing import Any
 from frameworks.cases import Case
 
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.registry import FRAMEWORKS
-from horovod_train.training.hooks.checkpoints import SaveCheckpoints
+from horovod_train.training.hooks.saving import SaveCheckpoints
 from horovod_train.worker import make_run, restore_from, train_all
 
 name, folder = sys.argv[1], Path(sys.argv[2])

@@ -15,8 +15,8 @@ from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, mostly, wri
 from support.running import is_rank, launched
 
 from horovod_train.monitor.history import HistoryReader
-from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
-from horovod_train.system.threads import background_thread
+from horovod_train.monitor.live import MIN_WINDOW_S, stragglers
+from horovod_train.system.processes import background_thread
 
 pytestmark = pytest.mark.ranks
 WARM_UP_STEPS = 10

@@ -17,7 +17,8 @@ import pytest
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, on_horovod, results
 
 from horovod_train.errors import EngineError
-from horovod_train.horovod import build, patches, toolchain
+from horovod_train.horovod import build, toolchain
+from horovod_train.horovod import build as patches
 from horovod_train.horovod.mpi import find_mpi
 
 pytestmark = pytest.mark.ranks

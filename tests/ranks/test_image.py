@@ -19,8 +19,8 @@ from support.running import is_alive, is_rank
 
 from horovod_train.checkpoint.store import list_checkpoints
 from horovod_train.config.schema import Job
-from horovod_train.launch.launchers.mpijob.render import render
 from horovod_train.launch.submit import resolve
+from horovod_train.plugins.kubernetes.render import render
 
 pytestmark = [pytest.mark.ranks, pytest.mark.image, pytest.mark.timeout(3600)]
 SECRET = "s3cret-of-the-cluster"  # noqa: S105

@@ -13,7 +13,7 @@ from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_
 from support.pools import CONTROLLERS
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
-from horovod_train.frameworks.arrays import from_blob
+from horovod_train.frameworks.plain_data import from_blob
 
 ADAM = CASES[1]
 BACK_ENDS = ("keras on tensorflow", "keras on torch", "keras on jax")

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 from support.launching import BIN, environment, on_horovod, results, write_job
 
-from horovod_train.cli.cmd_plan import sizes_of
-from horovod_train.config.memory import needs
+from horovod_train.cli.plan import sizes_of
 from horovod_train.config.schema import Job
+from horovod_train.config.support import needs
 
 pytestmark = pytest.mark.ranks
 CAMPAIGN = pytest.mark.campaign

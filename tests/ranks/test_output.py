@@ -16,7 +16,7 @@ from support.launching import PROGRAMS, TIMEOUT_S, cli, write_job
 from support.running import writing_to
 
 from horovod_train.checkpoint.store import list_checkpoints
-from horovod_train.system.pids import is_alive
+from horovod_train.system.processes import is_alive
 
 pytestmark = pytest.mark.ranks
 STEPS = 15 * 3

@@ -20,7 +20,7 @@ from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, free_p
 
 from horovod_train.events.file import EventsFile, opened, read_events
 from horovod_train.events.types import CheckpointWritten, Evaluation, Progress
-from horovod_train.monitor import board as board_module
+from horovod_train.monitor import view as board_module
 from horovod_train.monitor import view as view_module
 from horovod_train.serve.page import serve_page
 

@@ -119,12 +119,11 @@ def files_of(calls, stations):
 def test_a_gradient_goes_through_nine_files(steps):
     assert files_of(steps, GRADIENT) == {
         "frameworks/torch/step/replica.py",
-        "frameworks/torch/step/loss.py",
         "frameworks/torch/step/update.py",
         "frameworks/torch/strategies/allreduce/strategy.py",
         "frameworks/torch/strategies/base.py",
-        "frameworks/torch/codecs/dense.py",
-        "frameworks/torch/comm/gradient_pipeline.py",
+        "frameworks/torch/codecs/base.py",
+        "frameworks/torch/comm/buckets.py",
         "frameworks/torch/comm/collectives.py",
         "collectives/horovod.py",
     }
@@ -144,16 +143,14 @@ def test_the_learning_rate_goes_through_seven_files(steps):
 
 def test_a_list_of_hosts_goes_through_eleven_files_until_ranks_run(preempted):
     assert files_of(preempted, HOSTS) == {
-        "cli/cmd_run.py",
+        "cli/run.py",
         "launch/submit.py",
         "launch/hosts/hostlist.py",
-        "launch/launchers/horovodrun.py",
-        "launch/launchers/supervised.py",
+        "launch/launchers/hosts.py",
         "launch/supervise/attempt.py",
         "launch/hosts/host_group.py",
         "launch/hosts/agent.py",
-        "launch/supervise/process.py",
-        "cli/cmd_worker.py",
+        "launch/supervise/signals.py",
         "worker.py",
     }
 
@@ -163,7 +160,7 @@ def test_sigterm_goes_through_nine_files_until_the_exit_code(preempted):
         "launch/supervise/signals.py",
         "launch/hosts/host_group.py",
         "launch/hosts/agent.py",
-        "training/hooks/preemption.py",
+        "training/hooks/saving.py",
         "training/loop.py",
         "worker.py",
         "launch/supervise/outcome.py",

@@ -235,7 +235,7 @@ def test_a_run_on_one_machine_listens_on_loopback_only(tmp_path, launcher, contr
 def test_a_launcher_from_another_package_is_chosen_by_its_name(tmp_path):
     (tmp_path / "site_launcher.py").write_text(
         "from horovod_train.launch.base import LaunchPlan\n"
-        "from horovod_train.launch.launchers.supervised import SupervisedLauncher\n"
+        "from horovod_train.launch.launchers.hosts import SupervisedLauncher\n"
         "class SiteLauncher(SupervisedLauncher):\n"
         "    def plan(self, request):\n"
         "        return LaunchPlan(('nice', request.rank_command), {'SITE': 'here'})\n"

@@ -13,8 +13,7 @@ from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, free_port
 from support.tracked import read_json_lines
 
 from horovod_train.monitor.history import HistoryReader
-from horovod_train.monitor.rank_series import PHASES
-from horovod_train.monitor.stragglers import stragglers
+from horovod_train.monitor.live import PHASES, stragglers
 
 pytestmark = pytest.mark.ranks
 SCRIPTS = PROGRAMS / "scripts"

@@ -21,7 +21,7 @@ def test_the_keras_wrapper_is_refused_under_keras_3(framework, module, pools, tm
         assert rank["code"] != 0
         assert "trained" not in rank["output"]
         assert "does not average gradients under Keras 3" in rank["output"]
-        assert "from horovod_train.frameworks.keras import distribute, init" in rank["output"]
+        assert "from horovod_train.plugins.keras import distribute, init" in rank["output"]
 
 
 @pytest.mark.parametrize("framework", ["tensorflow"])

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
 
-from horovod_train.study.results import read_study
+from horovod_train.plugins.study.results import read_study
 
 pytestmark = pytest.mark.ranks
 OTHERWISE = {"seconds", "job_digest"}

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 
-from horovod_train.launch.launchers.mpijob import launcher
+from horovod_train.plugins.kubernetes import launcher
 
 TOKEN = "a-token-of-the-test"  # noqa: S105
 VERSIONS = (

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh, SingleRank
 from horovod_train.config.schema import Job
-from horovod_train.data.planned_step import PlannedStep
-from horovod_train.data.shard import share_of_step
+from horovod_train.data.shard import PlannedStep, share_of_step
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import make_strategy
 from support.torch_threads import on_torch_ranks

@@ -7,9 +7,9 @@ from pathlib import Path
 from threading import Event, Thread
 
 from horovod_train.collectives.base import SingleRank
+from horovod_train.telemetry.catalog import StepRecord, WaitRecord
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.records import StepRecord, WaitRecord
 
 STEP_S = 0.05
 

@@ -12,7 +12,7 @@ from horovod_train.events.types import KINDS
 from horovod_train.events.wire import to_line
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts.secrets import Mask
+from horovod_train.launch.hosts.staging import Mask
 from horovod_train.launch.supervise.attempt import AttemptOutput
 from horovod_train.launch.supervise.follow import Follower
 from horovod_train.launch.supervise.outcome import Ended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from horovod_train.checks.host_facts import HostFacts
+from horovod_train.checks.hosts import HostFacts
 
 GOOD = HostFacts(
     python="/p/bin/python",

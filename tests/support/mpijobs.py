@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.config.schema import Job
-from horovod_train.launch.launchers.mpijob.document import as_yaml, merge
-from horovod_train.launch.launchers.mpijob.render import render
 from horovod_train.launch.submit import resolve
+from horovod_train.plugins.kubernetes.render import as_yaml, merge, render
 
 FOLDER = Path(__file__).parents[1] / "data" / "mpijobs"
 RUN_ID = "20261122-120000-0000"

@@ -6,7 +6,9 @@ import pytorch_optimizer
 import torch
 from programs.cases import BATCH_SIZE, NUM_EVAL_SAMPLES, NUM_SAMPLES, Case, Task, data
 
-from horovod_train.frameworks.torch.step.lamb import Lamb  # tests/unit/test_scaling_rules.py: by its formula
+from horovod_train.frameworks.torch.state.optimizer import (
+    Lamb,  # tests/unit/test_scaling_rules.py: by its formula
+)
 
 FACTORIES = {
     "sgd": torch.optim.SGD,

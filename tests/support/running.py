@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from horovod_train.horovod.launched import number_of
+from horovod_train.horovod.mpi import number_of
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from programs import cases
 
-from horovod_train.collectives.log import CollectiveLog
-from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.batches import for_ranks
+from horovod_train.collectives.base import CollectiveLog, Mesh
+from horovod_train.config.arguments import for_ranks
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import TorchFramework

@@ -13,15 +13,12 @@ import numpy as np
 from numpy_framework import NumpyReplica, Sgd
 
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.collectives.base import Communicator, SingleRank
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Communicator, Mesh, SingleRank
 from horovod_train.config.schema import Data, Job
 from horovod_train.events.wire import Reporter, parse_line
-from horovod_train.frameworks.randomness import load_rng_state, rng_state
-from horovod_train.frameworks.reader import NumpyReader
+from horovod_train.frameworks.reader import NumpyReader, load_rng_state, rng_state
 from horovod_train.training.hooks.base import Hook
-from horovod_train.training.pending_steps import StepReport
-from horovod_train.training.run import Run
+from horovod_train.training.run import Run, StepReport
 from horovod_train.worker import make_run
 
 NUM_SAMPLES, NUM_EVAL_SAMPLES = 10, 5

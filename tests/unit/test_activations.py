@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh, SingleRank
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.framework import TorchFramework, recompute_activations
-from horovod_train.frameworks.torch.sizes.activations import (
+from horovod_train.frameworks.torch.sizes import (
     SavedActivations,
     layers_to_recompute,
     saved_activations,

@@ -16,15 +16,14 @@ from support.worlds import on_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh, SingleRank
+from horovod_train.config.arguments import batch_size_of_lr
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import NumericError, UserError
-from horovod_train.frameworks.torch.strategies.adasum.strategy import Adasum
+from horovod_train.plugins.adasum.strategy import Adasum
 from horovod_train.training.hooks.base import Hook
-from horovod_train.training.hooks.checkpoints import SaveCheckpoints
-from horovod_train.training.hooks.replicas import CheckReplicasIdentical
+from horovod_train.training.hooks.checks import CheckReplicasIdentical
+from horovod_train.training.hooks.saving import SaveCheckpoints
 from horovod_train.training.loop import train
 from horovod_train.worker import resume
 

@@ -19,7 +19,9 @@ from support.fake_launcher import FakeLauncher, progress, summary, write_events
 from support.waiting import wait_until
 
 import horovod_train as ht
-from horovod_train.client import local, remote, tails
+from horovod_train.client import handle as local
+from horovod_train.client import handle as tails
+from horovod_train.client import remote
 from horovod_train.errors import (
     ConfigError,
     KeyUsedError,
@@ -33,12 +35,12 @@ from horovod_train.events.file import EVENTS_FILE, EventsFile
 from horovod_train.events.types import Evaluation
 from horovod_train.launch import submit as submitting
 from horovod_train.launch.base import JobStatus
-from horovod_train.serve import api, streams, uploads, web
-from horovod_train.serve import tokens as tokens_module
+from horovod_train.serve import api, web, work
+from horovod_train.serve import api as streams
+from horovod_train.serve import web as tokens_module
 from horovod_train.serve.page import serve_page
-from horovod_train.serve.statuses import Statuses
-from horovod_train.serve.tokens import Tokens, read_tokens
-from horovod_train.serve.web import Tls
+from horovod_train.serve.web import Tls, Tokens, read_tokens
+from horovod_train.serve.work import Statuses
 
 OWN, READ, END, SUBMIT = (f"{name}-token-0123456789" for name in ("own", "read", "end", "submit"))
 JOB = {"name": "j", "task": "digits", "train": {"epochs": 2}}
@@ -53,7 +55,7 @@ def launcher(monkeypatch, tmp_path):
     monkeypatch.setattr(tails.FileTail, "pause_s", 0.02)
     monkeypatch.setattr(streams, "STATUS_INTERVAL_S", 0.05)
     monkeypatch.setattr(api, "POLL_S", 0.02)
-    monkeypatch.setattr("horovod_train.serve.statuses.LOCAL_AGE_S", 0.0)
+    monkeypatch.setattr("horovod_train.serve.work.LOCAL_AGE_S", 0.0)
     made = FakeLauncher()
     for module in (local, submitting):
         monkeypatch.setattr(module, "launcher_named", lambda name: made)
@@ -316,7 +318,7 @@ class TestUploads:
         assert launcher.requests == []
 
     def test_too_much_is_refused(self, port, monkeypatch):
-        monkeypatch.setattr(uploads, "MAX_FILES_BYTES", 100)
+        monkeypatch.setattr(work, "MAX_FILES_BYTES", 100)
         status, told = ask(port, "/jobs", "POST", {"job": JOB, "files": {"x.py": "#" * 101}})
         many = {f"x{number}.py": "" for number in range(201)}
 

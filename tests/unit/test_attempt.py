@@ -26,10 +26,10 @@ from horovod_train.events.file import read_events
 from horovod_train.launch import jobs
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.launchers.supervised import SupervisedLauncher, read_log
+from horovod_train.launch.launchers.hosts import SupervisedLauncher, read_log
 from horovod_train.launch.submit import resolve
 from horovod_train.launch.supervise import attempt
-from horovod_train.launch.supervise.frozen_ranks import Frozen
+from horovod_train.launch.supervise.follow import Frozen
 
 
 def said(kind, rank=0, **fields):
@@ -389,12 +389,10 @@ class TestCancel:
         jobs.StateFile(job.log_dir).write("running")
         sent = []
         monkeypatch.setattr(
-            "horovod_train.launch.launchers.supervised.os.kill", lambda pid, n: sent.append((pid, n))
+            "horovod_train.launch.launchers.hosts.os.kill", lambda pid, n: sent.append((pid, n))
         )
         # Two signals at once would be one.
-        monkeypatch.setattr(
-            "horovod_train.launch.launchers.supervised.sleep", lambda _: sent.append("a pause")
-        )
+        monkeypatch.setattr("horovod_train.launch.launchers.hosts.sleep", lambda _: sent.append("a pause"))
 
         Scripted().cancel(job, how)
 
@@ -452,7 +450,7 @@ class TestReadingALog:
 
     def test_pauses_between_two_looks(self, tmp_path, monkeypatch):
         pauses_s = []
-        monkeypatch.setattr("horovod_train.launch.launchers.supervised.sleep", pauses_s.append)
+        monkeypatch.setattr("horovod_train.launch.launchers.hosts.sleep", pauses_s.append)
         log = tmp_path / "run.log"
 
         def is_going_on():
@@ -524,7 +522,7 @@ class TestSubmitting:
             now_s[0] += 31.0 * (now_s[0] == 0.0 or pid.exists())
             return now_s[0] - 31.0
 
-        monkeypatch.setattr("horovod_train.launch.launchers.supervised.monotonic", monotonic)
+        monkeypatch.setattr("horovod_train.launch.launchers.hosts.monotonic", monotonic)
 
         with pytest.raises(
             LaunchError, match="could not be started: the launcher process wrote no state for 30 s"
@@ -574,7 +572,7 @@ class TestWhileRanksRun:
         def run_elastic(launcher, request, elastic, console, state, asked, followers, record):
             carried.append((elastic.min_ranks, state.read().state, list(asked)))
 
-        monkeypatch.setattr("horovod_train.launch.launchers.supervised.run_elastic", run_elastic)
+        monkeypatch.setattr("horovod_train.launch.launchers.hosts.run_elastic", run_elastic)
 
         assert run("raise SystemExit(7)", elastic={"min_ranks": 1, "max_ranks": 2}) == 0
 

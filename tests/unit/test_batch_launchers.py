@@ -17,15 +17,12 @@ from horovod_train.errors import LaunchError
 from horovod_train.horovod.mpi import Mpi
 from horovod_train.launch.base import LaunchPlan, Submitted
 from horovod_train.launch.jobs import StateFile
-from horovod_train.launch.launchers import allocation
-from horovod_train.launch.launchers.gridengine.allocation import GridEngineAllocationLauncher
-from horovod_train.launch.launchers.gridengine.launcher import GridEngineLauncher
-from horovod_train.launch.launchers.lsf.allocation import LsfAllocationLauncher
-from horovod_train.launch.launchers.lsf.launcher import LsfLauncher
-from horovod_train.launch.launchers.pbs.allocation import PbsAllocationLauncher
-from horovod_train.launch.launchers.pbs.launcher import PbsLauncher, select
-from horovod_train.launch.launchers.supervised import SupervisedLauncher
+from horovod_train.launch.launchers import batch
+from horovod_train.launch.launchers.hosts import SupervisedLauncher
 from horovod_train.launch.submit import resolve
+from horovod_train.plugins.gridengine.launcher import GridEngineAllocationLauncher, GridEngineLauncher
+from horovod_train.plugins.lsf.launcher import LsfAllocationLauncher, LsfLauncher
+from horovod_train.plugins.pbs.launcher import PbsAllocationLauncher, PbsLauncher, select
 
 # As OpenPBS 23.06 and Grid Engine 8.1.9 print them.
 PBS_JOB = """Job Id: 7.login
@@ -235,12 +232,12 @@ class TestAJobThatIsOutOfTime:
 
     @pytest.mark.parametrize(("limit_s", "grace_s", "after_s"), [(5.2, 5.0, 0.2), (0.4, 30.0, 0.2)])
     def test_is_notified_one_grace_period_before_its_time_limit(self, monkeypatch, limit_s, grace_s, after_s):
-        monkeypatch.setattr(allocation, "_age_s", lambda: 0.0)
+        monkeypatch.setattr(batch, "_age_s", lambda: 0.0)
         received_s = []
         before = signal.signal(signal.SIGUSR1, lambda *_: received_s.append(time.monotonic()))
         begun_s = time.monotonic()
         try:
-            with allocation._notified(limit_s, grace_s):
+            with batch._notified(limit_s, grace_s):
                 while not received_s:
                     assert time.monotonic() < begun_s + 20
                     time.sleep(0.01)
@@ -262,9 +259,9 @@ class TestAJobThatIsOutOfTime:
 
             start = cancel = lambda _: None
 
-        monkeypatch.setattr(allocation, "_age_s", lambda: 100.0)
-        monkeypatch.setattr(allocation, "Timer", Timer)
-        with allocation._notified(limit_s, grace_s), allocation._notified(math.inf, grace_s):
+        monkeypatch.setattr(batch, "_age_s", lambda: 100.0)
+        monkeypatch.setattr(batch, "Timer", Timer)
+        with batch._notified(limit_s, grace_s), batch._notified(math.inf, grace_s):
             pass
 
         assert started == [after_s]
@@ -281,7 +278,7 @@ class TestAJobThatIsOutOfTime:
 
     def test_counts_its_time_from_the_start_of_the_script(self):
         program = (
-            "import time; time.sleep(0.3); from horovod_train.launch.launchers.allocation import _age_s; "
+            "import time; time.sleep(0.3); from horovod_train.launch.launchers.batch import _age_s; "
             "print(_age_s())"
         )
         done = subprocess.run(
@@ -394,7 +391,7 @@ class TestLsf:
 
         def program(name):
             mpi = Mpi(name, "10.4", tmp_path, tmp_path / "mpirun", "libmpi.so.40")
-            monkeypatch.setattr("horovod_train.launch.mpi.start.installed_mpi", lambda: mpi)
+            monkeypatch.setattr("horovod_train.launch.mpi.installed_mpi", lambda: mpi)
             return LsfAllocationLauncher().plan(request)
 
         assert program("Spectrum MPI").argv[0] == str(tmp_path / "jsrun")

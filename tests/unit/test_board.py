@@ -18,12 +18,18 @@ from horovod_train.events.file import EventsFile, opened
 from horovod_train.events.types import Progress, RankTimes, Started, Target, Targets
 from horovod_train.launch import jobs as jobs_module
 from horovod_train.launch.jobs import StateFile
-from horovod_train.monitor.board import Board, Readings, ScrapedRun, _access_of
-from horovod_train.monitor.brief import read_recent, summary_lines
-from horovod_train.monitor.history import HistoryReader
+from horovod_train.monitor.history import HistoryReader, read_recent, summary_lines
 from horovod_train.monitor.live import RankReading, by_rank, scrape
 from horovod_train.monitor.runs import Run, Runs
-from horovod_train.monitor.view import job_row, log_tail, run_document
+from horovod_train.monitor.view import (
+    Board,
+    Readings,
+    ScrapedRun,
+    _access_of,
+    job_row,
+    log_tail,
+    run_document,
+)
 from horovod_train.system.files import open_regular
 
 
@@ -247,7 +253,7 @@ class TestRanksThatAreAsked:
 class TestABoard:
     @pytest.fixture
     def board(self, monkeypatch):
-        monkeypatch.setattr("horovod_train.monitor.board.SCRAPE_INTERVAL_S", 0.1)
+        monkeypatch.setattr("horovod_train.monitor.view.SCRAPE_INTERVAL_S", 0.1)
         made = []
 
         def make(places=(), sources=()):

@@ -24,10 +24,11 @@ from horovod_train.checkpoint.arrays import (
     ReplicaState,
     _header,
     dump_state,
+    pack_tree,
     parse_arrays,
     parse_state,
+    unpack_tree,
 )
-from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.inspect import (
     as_numbers,
     describe,
@@ -35,21 +36,20 @@ from horovod_train.checkpoint.inspect import (
     differences,
     discard_damaged,
 )
-from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.checkpoint.schema import (
+from horovod_train.checkpoint.manager import CheckpointManager, document_changes
+from horovod_train.checkpoint.store import (
     DigestDocument,
     ProgressDocument,
     SummaryDocument,
     checked,
 )
-from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 from horovod_train.checkpoint.writing import Content, Writing
 from horovod_train.collectives.base import SingleRank
-from horovod_train.config.evaluation import Checkpoint
+from horovod_train.config.optimization import Checkpoint
 from horovod_train.config.schema import Job
 from horovod_train.errors import CheckpointError, OperationalError
-from horovod_train.training.parts import changes_since, resume_from
-from horovod_train.training.progress import DataOrder, Progress
+from horovod_train.training.hooks.base import changes_since, resume_from
+from horovod_train.training.run import DataOrder, Progress
 
 FILES = [
     "manifest.json",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.fake_launcher import FakeLauncher, progress, summary, write_events
 
-from horovod_train.client import local as client
+from horovod_train.client import handle as client
 from horovod_train.client.handle import JobHandle
 from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError, JobFailedError, UserError

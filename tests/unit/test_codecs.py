@@ -15,19 +15,17 @@ from support.worlds import on_ranks
 from torch import nn
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh, SingleRank
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
-from horovod_train.frameworks.torch.codecs.dense import Dense
+from horovod_train.frameworks.torch.codecs.base import Codec, Dense, make_codec
 from horovod_train.frameworks.torch.codecs.top_k.codec import TopK
 from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, allreduce
-from horovod_train.health.desync import fingerprints
+from horovod_train.health.comparisons import fingerprints
 from horovod_train.training.hooks.base import Hook
-from horovod_train.training.hooks.checkpoints import SaveCheckpoints
-from horovod_train.training.hooks.replicas import CheckReplicasIdentical
+from horovod_train.training.hooks.checks import CheckReplicasIdentical
+from horovod_train.training.hooks.saving import SaveCheckpoints
 from horovod_train.training.loop import train
 from horovod_train.worker import resume
 

@@ -11,9 +11,8 @@ import pytest
 import yaml
 from support.prometheus import needs_prometheus, promtool
 
-from horovod_train.config.load import load_job
-from horovod_train.config.shipped import job_file
-from horovod_train.monitor.shipped import dashboards
+from horovod_train.config.load import job_file, load_job
+from horovod_train.monitor.push import dashboards
 
 DOCKER = Path(__file__).parents[2] / "docker"
 SERVICES = yaml.safe_load((DOCKER / "compose.monitoring.yaml").read_text())["services"]

@@ -15,8 +15,13 @@ from horovod_train.config.schema import Job
 from horovod_train.horovod import fingerprint
 from horovod_train.horovod.fingerprint import environment_fingerprint, printed_fingerprint
 from horovod_train.horovod.mpi import Mpi
-from horovod_train.launch.hosts.container import fingerprint_script, in_container, misfit, rank_script
-from horovod_train.launch.hosts.staging import stage_files
+from horovod_train.launch.hosts.staging import (
+    fingerprint_script,
+    in_container,
+    misfit,
+    rank_script,
+    stage_files,
+)
 
 RUNTIME = f"""#!{sys.executable}
 import json, os, sys

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from horovod_train.system.cpu_affinity import bind, choose_cores, cores_of, read_nodes
+from horovod_train.system.processes import bind, choose_cores, cores_of, read_nodes
 
 TWO_SOCKETS = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
 ALL = frozenset(range(16))

@@ -13,7 +13,7 @@ import pytest
 from horovod_train.checks import engine as checks
 from horovod_train.errors import EngineError
 from horovod_train.horovod import build, cuda
-from horovod_train.horovod.patches import own_patches
+from horovod_train.horovod.build import own_patches
 
 TORCH = cuda.TorchBuild("2.13.0+cu130", "13.0")
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 from horovod_train.config.schema import Health
-from horovod_train.data.waiting import WAITING, timed
-from horovod_train.health import wait_watch
-from horovod_train.health.data_watch import DataWatch
+from horovod_train.data.shard import WAITING, timed
+from horovod_train.health import watches
+from horovod_train.health.watches import DataWatch
 
 
 @dataclass
@@ -26,7 +26,7 @@ QUICK = Health(stall_warning_s=0.2, stall_shutdown_s=0.6)
 
 @pytest.fixture(autouse=True)
 def looks_are_quick(monkeypatch):
-    monkeypatch.setattr(wait_watch, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(watches, "INTERVAL_S", 0.05)
 
 
 @pytest.fixture

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh, SingleRank
 from horovod_train.config.schema import Job, Strategy
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
-from horovod_train.frameworks.torch.strategies.deepspeed.flat_state import FlatState, joined, own_part
-from horovod_train.frameworks.torch.strategies.deepspeed.strategy import DeepSpeed
+from horovod_train.plugins.deepspeed.strategy import DeepSpeed, FlatState, joined, own_part
 
 PADDED = 8  # of seven numbers
 

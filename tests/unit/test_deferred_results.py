@@ -35,14 +35,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import horovod_train
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.log import DeviceWork
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import DeviceWork, Mesh, SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, UserError
 from horovod_train.frameworks.torch.step import deferred
-from horovod_train.frameworks.torch.step.deferred import DeferredOutcome, pack
-from horovod_train.frameworks.torch.step.device_clock import DeviceClock, HostTimer
+from horovod_train.frameworks.torch.step.deferred import DeferredOutcome, DeviceClock, HostTimer, pack
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.step.update import UpdateOnDevice, UpdateOnHost, can_be_masked
 from horovod_train.frameworks.torch.strategies.base import make_strategy

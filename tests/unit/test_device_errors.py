@@ -8,15 +8,14 @@ import types
 import pytest
 import torch
 
+from horovod_train.collectives.base import CollectiveLog
 from horovod_train.collectives.horovod import explained
-from horovod_train.collectives.log import CollectiveLog
 from horovod_train.config.schema import Job, Strategy
 from horovod_train.errors import DeviceMemoryError, GpuError, KernelError, NcclError, PeerError, UserError
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import explained_by
-from horovod_train.frameworks.torch.comm import device_errors
-from horovod_train.frameworks.torch.comm.device_errors import device_error, what_to_change
-from horovod_train.frameworks.torch.device import TorchBased
+from horovod_train.frameworks.torch import device
+from horovod_train.frameworks.torch.device import TorchBased, device_error, what_to_change
 from horovod_train.worker import _report_failure
 
 JOB = Job.model_validate({"name": "j", "task": "own:Task", "train": {"batch_size_per_rank": 128}})
@@ -26,7 +25,7 @@ ENTRY = CollectiveLog().begin("horovod_train.bucket.0.1", 1024)
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 70 * 2**30)
-    monkeypatch.setattr(device_errors, "_total_bytes", lambda: 80 * 2**30)
+    monkeypatch.setattr(device, "_total_bytes", lambda: 80 * 2**30)
 
 
 class TestNccl:
@@ -118,9 +117,9 @@ class TestOutOfMemory:
     )
     def test_of_the_host_is_told_with_the_limit(self, monkeypatch, raised, more):
         used = types.SimpleNamespace(ru_maxrss=3 * 2**20)
-        monkeypatch.setattr(device_errors.resource, "getrusage", lambda _: used)
-        limits = {device_errors.resource.RLIMIT_DATA: 4 * 2**30, device_errors.resource.RLIMIT_AS: -1}
-        monkeypatch.setattr(device_errors.resource, "getrlimit", lambda kind: (limits[kind], -1))
+        monkeypatch.setattr(device.resource, "getrusage", lambda _: used)
+        limits = {device.resource.RLIMIT_DATA: 4 * 2**30, device.resource.RLIMIT_AS: -1}
+        monkeypatch.setattr(device.resource, "getrlimit", lambda kind: (limits[kind], -1))
         error = device_error(raised, JOB, 2)
 
         assert isinstance(error, DeviceMemoryError)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from horovod_train.tasks import digit_images as module
-from horovod_train.tasks.digit_images import digit_images
+from horovod_train.tasks import digits as module
+from horovod_train.tasks.digits import digit_images
 
 
 def test_are_those_that_scikit_learn_returns():

@@ -8,12 +8,20 @@ from dataclasses import asdict, replace
 import pytest
 from support.hosts import GOOD as GOOD_FACTS
 
-from horovod_train.checks import host_details
-from horovod_train.checks.finding import Finding, report
-from horovod_train.checks.host_details import EngineFacts, Gpu, HostDetails, cells_of, examine_host
-from horovod_train.checks.hosts import clock, examine
-from horovod_train.doctor.network import AllreduceBenchmark, History, compare, judge
+from horovod_train.checks import hosts as host_details
+from horovod_train.checks.hosts import (
+    EngineFacts,
+    Finding,
+    Gpu,
+    HostDetails,
+    cells_of,
+    clock,
+    examine,
+    examine_host,
+    report,
+)
 from horovod_train.events.types import AllreduceTime, PairTime
+from horovod_train.launch.doctor import AllreduceBenchmark, History, compare, judge
 from horovod_train.launch.hosts.agent import HostActions
 from horovod_train.launch.hosts.host_group import result_of
 

@@ -16,9 +16,9 @@ from support.launching import BIN, environment, write_job
 from support.mpijobs import described
 
 from horovod_train.config.schema import Job
-from horovod_train.doctor.kubernetes import NEEDED, examine_cluster, examine_pods
-from horovod_train.launch.launchers.mpijob.cluster import _namespace_of_context, _time_of
 from horovod_train.launch.submit import resolve
+from horovod_train.plugins.kubernetes.cluster import _namespace_of_context, _time_of
+from horovod_train.plugins.kubernetes.doctor import NEEDED, examine_cluster, examine_pods
 
 WISHES = {
     "launch": {
@@ -105,7 +105,7 @@ def test_without_a_job_it_looks_where_kubectl_would(tmp_path, api, monkeypatch):
 
     from kubernetes import config as configuration  # reads KUBECONFIG when it is imported
 
-    monkeypatch.setattr("horovod_train.launch.launchers.mpijob.cluster.OF_THIS_POD", tmp_path / "namespace")
+    monkeypatch.setattr("horovod_train.plugins.kubernetes.cluster.OF_THIS_POD", tmp_path / "namespace")
     config.write_text("")
     assert _namespace_of_context(configuration) == "default"
     (tmp_path / "namespace").write_text("of-the-pod\n")

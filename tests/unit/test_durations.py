@@ -12,16 +12,16 @@ from support.training import Task, made
 from support.worlds import on_ranks
 
 from horovod_train.cli.plan import charts
-from horovod_train.config.batches import batch_size_at, samples_of_growth
-from horovod_train.config.duration import Duration
+from horovod_train.config.arguments import batch_size_at, samples_of_growth
+from horovod_train.config.fields import Duration
 from horovod_train.config.load import job_from
 from horovod_train.config.schema import Job, Train
 from horovod_train.errors import ConfigError, UserError
 from horovod_train.training.hooks.base import Hook
-from horovod_train.training.hooks.evaluation import EvaluateWithinEpoch
-from horovod_train.training.hooks.progress import ReportProgress
+from horovod_train.training.hooks.saving import EvaluateWithinEpoch
+from horovod_train.training.hooks.steps import ReportProgress
 from horovod_train.training.loop import begin, train
-from horovod_train.training.progress import DataOrder, PassedIntervals, Progress
+from horovod_train.training.run import DataOrder, PassedIntervals, Progress
 
 
 def job_of(**fields):

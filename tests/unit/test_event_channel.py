@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from horovod_train.events import channel
-from horovod_train.events.channel import ChannelReader, ChannelWriter
+from horovod_train.events import file as channel
+from horovod_train.events.file import ChannelReader, ChannelWriter
 from horovod_train.events.types import Notice
 from horovod_train.events.wire import MARK, Reporter, parse_line
 

@@ -13,9 +13,7 @@ import pytest
 from support.following import event
 
 from horovod_train import __version__
-from horovod_train.events.file import EventsFile, opened, read_events, thinned
-from horovod_train.events.series import series_of
-from horovod_train.events.thinning import places_to_keep
+from horovod_train.events.file import EventsFile, opened, places_to_keep, read_events, series_of, thinned
 from horovod_train.events.types import Evaluation, Notice, Progress, StateChanged
 from horovod_train.events.wire import parse_line
 from horovod_train.launch import jobs

@@ -22,9 +22,8 @@ from support.launching import free_port
 from horovod_train.config.schema import Metrics
 from horovod_train.errors import UserError
 from horovod_train.telemetry import exporter as exporter_module
-from horovod_train.telemetry.ending import push_last_metrics, write_last_metrics
 from horovod_train.telemetry.exporter import MAX_CONNECTIONS, OPEN, Exporter, Protection, cached
-from horovod_train.telemetry.rank_metrics import protection_of
+from horovod_train.telemetry.recorder import protection_of, push_last_metrics, write_last_metrics
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Data, Job
 from horovod_train.errors import UnknownNameError, UserError, WorldError
-from horovod_train.frameworks.torch.codecs.dense import fp32
+from horovod_train.frameworks.torch.codecs.base import fp32
 from horovod_train.frameworks.torch.comm.buckets import make_buckets
 from horovod_train.frameworks.torch.comm.collectives import let_stream_follow
 from horovod_train.frameworks.torch.framework import choose_device, compiled, placement, set_global_options
-from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.state.optimizer import is_fused_by_default, optimizer_over
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
+from horovod_train.frameworks.torch.task import Placement, TorchReader
 from horovod_train.horovod.environment import horovod_settings
 
 CPU = torch.device("cpu")
@@ -235,7 +235,7 @@ class TestRules:
 def test_several_gpus_are_not_several_for_a_trainer_of_transformers(monkeypatch, tmp_path):
     """D10: it spread the model over all of them with DataParallel."""
     transformers = pytest.importorskip("transformers")
-    from horovod_train.frameworks.transformers.trainer import use_one_device
+    from horovod_train.plugins.transformers.trainer import use_one_device
 
     taken = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
@@ -253,7 +253,7 @@ def test_lightning_takes_the_device_that_it_was_given(monkeypatch):
     """D3: cuda:1 for the second rank of a host, though it sees one GPU alone."""
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning sets it
     lightning = pytest.importorskip("lightning")
-    from horovod_train.frameworks.lightning.strategy import HorovodStrategy
+    from horovod_train.plugins.lightning.strategy import HorovodStrategy
 
     assert lightning
     world = SingleRank(rank=1, local_rank=1)

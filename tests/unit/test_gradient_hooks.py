@@ -11,8 +11,7 @@ from torch import nn
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Allreduce, Train
-from horovod_train.data.planned_step import PlannedStep
-from horovod_train.data.shard import share_of_step
+from horovod_train.data.shard import PlannedStep, share_of_step
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
 from horovod_train.frameworks.torch.step.replica import TorchReplica

@@ -27,8 +27,7 @@ from support.torch_threads import ThreadHvd
 from torch import nn
 
 from horovod_train.collectives.base import SingleRank
-from horovod_train.data.planned_step import PlannedStep
-from horovod_train.data.shard import share_of_step
+from horovod_train.data.shard import PlannedStep, share_of_step
 from horovod_train.frameworks.torch.step import graphs as graphs_module
 from horovod_train.frameworks.torch.step.graphs import MAX_GRAPHS, MEASURED_STEPS, WARM_UP_STEPS
 

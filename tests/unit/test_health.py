@@ -13,17 +13,21 @@ from support.waiting import wait_until
 from support.worlds import Board, ThreadCommunicator, on_ranks
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.checkpoint.holders import keyed
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.log import Collective, DeviceWork
+from horovod_train.checkpoint.manager import keyed
+from horovod_train.collectives.base import Collective, DeviceWork, SingleRank
 from horovod_train.config.schema import Health
 from horovod_train.errors import DesyncError, GpuError, NumericError, PeerError
-from horovod_train.health import device_watch, heartbeat, join_watch, wait_watch
-from horovod_train.health.desync import check_before_saving, check_replicas_identical, digest
-from horovod_train.health.device_watch import DeviceWatch
-from horovod_train.health.finite import FiniteGuard
-from horovod_train.health.heartbeat import PeerWatch
-from horovod_train.health.join_watch import JoinWatch
+from horovod_train.health import watches
+from horovod_train.health import watches as heartbeat
+from horovod_train.health import watches as join_watch
+from horovod_train.health import watches as wait_watch
+from horovod_train.health.comparisons import (
+    FiniteGuard,
+    check_before_saving,
+    check_replicas_identical,
+    digest,
+)
+from horovod_train.health.watches import DeviceWatch, JoinWatch, PeerWatch
 
 
 def state(**values):
@@ -262,7 +266,7 @@ class TestPeers:
 
     @pytest.fixture(autouse=True)
     def beats_are_quick(self, monkeypatch):
-        monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.1)
+        monkeypatch.setattr(heartbeat, "HEARTBEAT_INTERVAL_S", 0.1)
 
     def watch(self, size, die, waits=lambda rank: True, seconds=4.0):
         """Return what each rank is told, and why it ends; ``die(rank, watch)`` may do something to it."""
@@ -420,7 +424,7 @@ class TestTheDevice:
     @pytest.fixture(autouse=True)
     def looks_are_quick(self, monkeypatch):
         monkeypatch.setattr(wait_watch, "INTERVAL_S", 0.1)
-        monkeypatch.setattr(device_watch, "COURTESY_S", 0.3)
+        monkeypatch.setattr(watches, "COURTESY_S", 0.3)
 
     def watch(self, blocking, phase, until=lambda told, ended: ended):
         told, ended = [], []
@@ -454,7 +458,7 @@ class TestTheDevice:
         assert ended[0].cause == "nccl"
 
     def test_that_waits_lets_the_cause_speak_first(self, monkeypatch):
-        monkeypatch.setattr(device_watch, "COURTESY_S", 1000.0)
+        monkeypatch.setattr(watches, "COURTESY_S", 1000.0)
         end_s = time.monotonic() + 2.0
 
         assert self.watch(lambda wait: wait(), "allreduce_wait", lambda *_: time.monotonic() > end_s)[1] == []

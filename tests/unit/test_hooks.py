@@ -17,15 +17,19 @@ from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, re
 from horovod_train.checkpoint.writing import Writing
 from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, DesyncError, NumericError, PreemptedError
-from horovod_train.frameworks.arrays import from_blob, to_blob
+from horovod_train.frameworks.plain_data import from_blob, to_blob
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.training.hooks import progress as progress_module
+from horovod_train.training.hooks import steps as progress_module
 from horovod_train.training.hooks.base import Hook
-from horovod_train.training.hooks.checkpoints import SaveCheckpoints, save
-from horovod_train.training.hooks.metrics import RecordMetrics
-from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest, StopWhenPreempted
-from horovod_train.training.hooks.progress import ReportProgress
-from horovod_train.training.hooks.replicas import CheckReplicasIdentical
+from horovod_train.training.hooks.checks import CheckReplicasIdentical
+from horovod_train.training.hooks.saving import (
+    PreemptionAgreement,
+    PreemptionRequest,
+    SaveCheckpoints,
+    StopWhenPreempted,
+    save,
+)
+from horovod_train.training.hooks.steps import RecordMetrics, ReportProgress
 from horovod_train.training.loop import train
 from horovod_train.worker import resume
 
@@ -178,7 +182,7 @@ class TestCheckReplicasIdentical:
         train(run)
 
     def test_nor_before_it_is_saved(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("horovod_train.training.parts.check_before_saving", None)  # would be called
+        monkeypatch.setattr("horovod_train.training.hooks.base.check_before_saving", None)  # would be called
         run = made()
         manager = manager_of(tmp_path, run)
         run.hooks.append(SaveCheckpoints(manager, Framework()))

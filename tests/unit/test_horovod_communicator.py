@@ -13,7 +13,7 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.horovod import HorovodCommunicator, connect
 from horovod_train.config.schema import Job
 from horovod_train.errors import EngineError, PeerError, UserError, WorldError
-from horovod_train.horovod.launched import started_by
+from horovod_train.horovod.mpi import started_by
 
 ONE_OF_TWO = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
 

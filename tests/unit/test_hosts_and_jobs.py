@@ -24,35 +24,34 @@ from support.hosts import described
 from support.waiting import wait_until
 
 from horovod_train import __version__
-from horovod_train.checks import host_details, host_facts
-from horovod_train.checks.host_facts import can_read_memory
+from horovod_train.checks import hosts as host_details
+from horovod_train.checks import hosts as host_facts
+from horovod_train.checks.hosts import can_read_memory
 from horovod_train.config.launch import HostSettings, Launch
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, UserError
-from horovod_train.health.heartbeat import heartbeat_file, start_heartbeat
+from horovod_train.health.watches import heartbeat_file, start_heartbeat
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
-from horovod_train.launch.hosts import agent, host_group, host_watch, hostlist
+from horovod_train.launch.hosts import agent, host_group, hostlist
+from horovod_train.launch.hosts import host_group as host_watch
 from horovod_train.launch.hosts.agent import RANK_VARIABLE, RUN_VARIABLE, HostActions
 from horovod_train.launch.hosts.host_group import (
     HostGroup,
     LocalHost,
     RemoteHost,
     connect_all,
+    explain,
 )
-from horovod_train.launch.hosts.hostlist import Host, hosts_of, read_hostfile
-from horovod_train.launch.hosts.interfaces import Chosen, choose
-from horovod_train.launch.hosts.secrets import read_secrets, without_secrets
-from horovod_train.launch.hosts.ssh import explain
-from horovod_train.launch.hosts.staging import pack_code, stage_files
-from horovod_train.launch.launchers.mpijob.render import inner_job
-from horovod_train.launch.launchers.slurm.allocation import tasks_per_node
+from horovod_train.launch.hosts.hostlist import Chosen, Host, choose, hosts_of, read_hostfile
+from horovod_train.launch.hosts.staging import pack_code, read_secrets, stage_files, without_secrets
+from horovod_train.launch.launchers.slurm.launcher import tasks_per_node
 from horovod_train.launch.submit import make_plan, record_job, resolve
 from horovod_train.launch.supervise import preflight as prepare
 from horovod_train.launch.supervise.preflight import check_fingerprints, check_shared_memory, rank_variables
-from horovod_train.launch.supervise.process import guarded
-from horovod_train.launch.supervise.signals import Stopper
+from horovod_train.launch.supervise.signals import Stopper, guarded
+from horovod_train.plugins.kubernetes.render import inner_job
 from horovod_train.system.files import LogFile
 from horovod_train.system.machine import usable_cores, usable_memory_bytes
 
@@ -241,7 +240,7 @@ class TestOnAHost:
         stage.mkdir()
         program = (
             "import os, subprocess, sys, time\n"
-            "from horovod_train.launch.supervise.process import guarded\n"
+            "from horovod_train.launch.supervise.signals import guarded\n"
             f"stage = {str(stage)!r}\n"
             "with guarded(stage):\n"
             f"    env = {{**os.environ, {RUN_VARIABLE!r}: stage}}\n"
@@ -368,7 +367,7 @@ class TestCores:
 
 STOPS_WHILE_IT_ENDS = """
 import os, pathlib, signal, sys, time
-from horovod_train.health.heartbeat import start_heartbeat
+from horovod_train.health.watches import start_heartbeat
 
 class Last:
     def __del__(self, kill=os.kill, me=os.getpid(), stop=signal.SIGSTOP):
@@ -1332,8 +1331,8 @@ class TestReadings:
         assert host_details._is_free(port)
 
     def test_room_is_that_of_the_nearest_folder_there_is(self, tmp_path):
-        assert host_details._free_bytes(str(tmp_path / "not" / "yet")) == pytest.approx(
-            host_details._free_bytes(str(tmp_path)), rel=0.1
+        assert host_details._free_bytes_of(str(tmp_path / "not" / "yet")) == pytest.approx(
+            host_details._free_bytes_of(str(tmp_path)), rel=0.1
         )
 
     def test_a_command_that_is_not_there_says_nothing(self):

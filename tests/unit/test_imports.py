@@ -49,7 +49,7 @@ def test_an_adapter_imports_what_its_framework_imports_and_no_more(adapter):
     framework, _, back_end = adapter.partition(" on ")
 
     alone, with_adapter = imported_after(
-        framework, f"horovod_train.frameworks.{framework}", back_end=back_end or "tensorflow"
+        framework, f"horovod_train.plugins.{framework}", back_end=back_end or "tensorflow"
     )
 
     assert with_adapter <= alone | NEEDED.get(framework, set())

@@ -9,14 +9,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from horovod_train.checkpoint.arrays import Part
-from horovod_train.checkpoint.plain_weights import open_weights
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.checkpoint.inspect import open_weights
+from horovod_train.collectives.base import Mesh, SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.framework import TorchFramework
-from horovod_train.frameworks.torch.state.local_tensors import whole_model
-from horovod_train.frameworks.torch.state.meta_weights import load_initial, meta_parameters
+from horovod_train.frameworks.torch.state.local import load_initial, meta_parameters, whole_model
 from horovod_train.frameworks.torch.state.shards import materialize
 
 

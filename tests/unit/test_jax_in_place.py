@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from horovod_train.frameworks.jax.in_place import in_place
+from horovod_train.plugins.jax.in_place import in_place
 
 
 def adds(number, seen=None):

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from horovod_train.errors import CheckpointError
-from horovod_train.frameworks.jax.replica import blobs_of, filled
+from horovod_train.plugins.jax.framework import blobs_of, filled
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}
 

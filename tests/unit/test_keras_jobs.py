@@ -10,15 +10,15 @@ import pytest
 PRELUDE = """
 import keras, numpy as np
 from horovod_train.errors import UserError
-from horovod_train.frameworks.keras.back_ends.tensorflow import TensorflowBackEnd
-from horovod_train.frameworks.keras.losses import check_joint_loss, check_reduction
-from horovod_train.frameworks.variables import refuse_synchronized
+from horovod_train.plugins.keras.back_ends.tensorflow import TensorflowBackEnd
+from horovod_train.plugins.keras.framework import check_joint_loss, check_reduction
+from horovod_train.plugins.frameworks.variables import refuse_synchronized
 from types import SimpleNamespace
 """
 STREAM = (
     PRELUDE
     + """
-from horovod_train.frameworks.keras.stream import as_dataset
+from horovod_train.plugins.keras.data import as_dataset
 
 def batches(sizes, widths):
     for number, (size, width) in enumerate(zip(sizes, widths)):
@@ -38,7 +38,7 @@ for sizes, widths in [([4, 4, 2], [5, 5, 5]), ([4], [5]), ([4, 3, 2, 1], [5, 6, 
 MOMENTUM = (
     PRELUDE
     + """
-from horovod_train.frameworks.variables import correct_momentum
+from horovod_train.plugins.frameworks.variables import correct_momentum
 
 rates, gradients = [0.1, 0.2, 0.2, 0.05, 0.4], np.random.RandomState(0).randn(5, 3)
 for nesterov in (False, True):
@@ -59,7 +59,7 @@ ALLOCATOR = (
     PRELUDE
     + """
 import ctypes
-from horovod_train.frameworks.keras.stream import as_dataset
+from horovod_train.plugins.keras.data import as_dataset
 
 class Blocks(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in
@@ -95,7 +95,7 @@ EXIT = (
     + """
 import sys, time
 from itertools import count
-from horovod_train.frameworks.keras.stream import open_dataset
+from horovod_train.plugins.keras.data import open_dataset
 
 def batches():
     for number in count():
@@ -140,7 +140,7 @@ except UserError as error:
 else:
     raise AssertionError
 
-from horovod_train.frameworks.keras.framework import refuse_joined_steps
+from horovod_train.plugins.keras.framework import refuse_joined_steps
 
 refuse_joined_steps({})
 refuse_joined_steps({"steps_per_execution": 1})
@@ -219,7 +219,7 @@ UNUSED = (
     + """
 from types import SimpleNamespace
 from horovod_train.collectives.base import SingleRank
-from horovod_train.frameworks.keras.optimizer import distribute
+from horovod_train.plugins.keras.optimizer import distribute
 
 class Recorder:
     names = []

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from support.launching import BIN
 
-from horovod_train.launch.launchers.mpijob.validate import check
-from horovod_train.monitor.shipped import dashboards, rules_file
+from horovod_train.monitor.push import dashboards, rules_file
+from horovod_train.plugins.kubernetes.cluster import check
 
 K8S = Path(__file__).parents[2] / "k8s"
 GENERATE = runpy.run_path(str(K8S / "generate.py"))

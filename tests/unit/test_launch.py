@@ -23,21 +23,26 @@ from support.hosts import described
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import KeyUsedError, LaunchError, LostError, PreemptedError
-from horovod_train.events.text import progress_text, summary_lines
 from horovod_train.events.types import Notice, Progress, Resumed, Targets
-from horovod_train.events.wire import Reporter, lines_of_ranks, parse_line, to_line
+from horovod_train.events.wire import (
+    Reporter,
+    lines_of_ranks,
+    parse_line,
+    progress_text,
+    summary_lines,
+    to_line,
+)
 from horovod_train.horovod import environment
 from horovod_train.horovod.mpi import Mpi
+from horovod_train.launch import mpi
 from horovod_train.launch.base import JobStatus, LaunchPlan, PolledLauncher
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_group import HostGroup
-from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.hosts.interfaces import Chosen
-from horovod_train.launch.hosts.secrets import Mask, too_short_to_hide
+from horovod_train.launch.hosts.hostlist import Chosen, Host
+from horovod_train.launch.hosts.staging import Mask, too_short_to_hide
 from horovod_train.launch.jobs import StateFile, find_job, jobs_dir, known_jobs
-from horovod_train.launch.mpi import start
 from horovod_train.launch.submit import make_plan, resolve, run_job, submit_job, submit_once, submitted
-from horovod_train.launch.supervise.frozen_ranks import Frozen
+from horovod_train.launch.supervise.follow import Frozen
 from horovod_train.launch.supervise.preflight import check_clocks, check_reach, choose_interfaces
 
 BIN = Path(sys.executable).parent
@@ -81,7 +86,7 @@ class TestPlan:
     @pytest.fixture(autouse=True)
     def engine(self, monkeypatch):
         monkeypatch.setattr(environment, "loopback_library", lambda: Path("/engine/loopback.so"))
-        monkeypatch.setattr(start, "installed_mpi", lambda: OPEN_MPI_4)
+        monkeypatch.setattr(mpi, "installed_mpi", lambda: OPEN_MPI_4)
         monkeypatch.delenv("LD_PRELOAD", raising=False)
 
     def test_two_ranks_on_this_machine(self, tmp_path):

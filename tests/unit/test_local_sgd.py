@@ -14,16 +14,15 @@ from support.worlds import on_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError
-from horovod_train.frameworks.torch.strategies.local_sgd.outer import Outer
-from horovod_train.frameworks.torch.strategies.local_sgd.strategy import LocalSgd
-from horovod_train.health.desync import fingerprints
+from horovod_train.frameworks.torch.strategies.local_sgd.strategy import LocalSgd, Outer
+from horovod_train.health.comparisons import fingerprints
 from horovod_train.training.hooks.base import Hook
-from horovod_train.training.hooks.checkpoints import SaveCheckpoints
-from horovod_train.training.hooks.replicas import CheckReplicasIdentical
+from horovod_train.training.hooks.checks import CheckReplicasIdentical
+from horovod_train.training.hooks.saving import SaveCheckpoints
 from horovod_train.training.loop import train
 from horovod_train.worker import resume
 

@@ -9,10 +9,9 @@ import pytest
 from support.training import NUM_SAMPLES, Noted, Task, least_squares, made
 from support.worlds import on_ranks
 
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh
 from horovod_train.errors import NumericError, UserError
-from horovod_train.training.bridge import LoopBridge
-from horovod_train.training.loop import evaluate, rest_of_epoch, train
+from horovod_train.training.loop import LoopBridge, evaluate, rest_of_epoch, train
 
 
 def trained(size=1, task=Task, **job):

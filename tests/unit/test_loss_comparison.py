@@ -10,7 +10,7 @@ from support.worlds import on_ranks
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job
-from horovod_train.frameworks.loss_comparison import LossComparison
+from horovod_train.plugins.frameworks.variables import LossComparison
 
 PARTS = [[3, 1, 8, 5, 4], [9, 2, 30, 17]]
 

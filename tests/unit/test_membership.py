@@ -16,9 +16,8 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.submit import resolve
-from horovod_train.launch.supervise import membership as module
-from horovod_train.launch.supervise.elastic import on_hosts
-from horovod_train.launch.supervise.membership import Membership, answering, discover
+from horovod_train.launch.supervise import elastic as module
+from horovod_train.launch.supervise.elastic import Membership, answering, discover, on_hosts
 from horovod_train.launch.supervise.signals import deferred_signals, interrupted_by_signals
 
 # In place of ssh: it gets -o, ConnectTimeout=..., the host and a command.

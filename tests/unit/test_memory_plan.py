@@ -10,11 +10,11 @@ from click.testing import CliRunner
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from horovod_train.cli import cmd_plan
-from horovod_train.config.memory import JobSizes, Sizes, fastest_that_fits, needs
+from horovod_train.cli import plan
 from horovod_train.config.schema import Job
+from horovod_train.config.support import JobSizes, Sizes, fastest_that_fits, needs
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.sizes.memory import sizes_of
+from horovod_train.frameworks.torch.memory import sizes_of
 from horovod_train.tasks.gpt import Gpt
 
 SMALL = {"layers": 2, "width": 64, "head_width": 16, "length": 32, "num_samples": 16}
@@ -163,10 +163,10 @@ class TestNeeds:
 class TestTheCommand:
     @pytest.fixture(autouse=True)
     def sizes(self, monkeypatch):
-        monkeypatch.setattr(cmd_plan, "sizes_of", lambda job, num_ranks: JobSizes(job, num_ranks, SIZES))
+        monkeypatch.setattr(plan, "sizes_of", lambda job, num_ranks: JobSizes(job, num_ranks, SIZES))
 
     def output(self, *options):
-        done = CliRunner().invoke(cmd_plan.command, ["gpt", "-n", "4", *options], catch_exceptions=False)
+        done = CliRunner().invoke(plan.plan_command, ["gpt", "-n", "4", *options], catch_exceptions=False)
         return done.exit_code, done.output
 
     def test_shows_a_row_for_each_strategy(self):
@@ -192,15 +192,15 @@ class TestTheCommand:
 
 
 def test_a_process_of_its_own_counts():
-    found = cmd_plan.sizes_of(job(), 2)
+    found = plan.sizes_of(job(), 2)
     whole = found.whole
 
     assert whole == dataclasses.replace(sizes_of(job(), 2).whole, process=whole.process)
     assert found.of_tensor_rank.weights < whole.weights
     with pytest.raises(UserError, match="cannot run with fake tensors"):
-        cmd_plan.sizes_of(job(task=f"{__file__}:Reads", task_args={}), 1)
+        plan.sizes_of(job(task=f"{__file__}:Reads", task_args={}), 1)
 
 
 def test_other_frameworks_are_refused():
     with pytest.raises(UserError, match="is for PyTorch's jobs"):
-        cmd_plan.sizes_of(job().model_copy(update={"framework": "jax"}), 1)
+        plan.sizes_of(job().model_copy(update={"framework": "jax"}), 1)

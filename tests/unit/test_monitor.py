@@ -33,15 +33,25 @@ from horovod_train.events.types import (
     Targets,
 )
 from horovod_train.launch.jobs import StateFile
-from horovod_train.monitor.board import Board
 from horovod_train.monitor.history import MAX_POINTS, HistoryReader
-from horovod_train.monitor.job_metrics import JobCollector
-from horovod_train.monitor.live import access_of, finite, parse, scrape, targets_of, window_between
-from horovod_train.monitor.rank_series import COLUMNS, MAX_WINDOWS, RankSeries, Window, joined, unknown
-from horovod_train.monitor.runs import Runs, places_of
-from horovod_train.monitor.stragglers import stragglers
-from horovod_train.monitor.view import MAX_CELLS, log_tail, run_document
-from horovod_train.serve.http_sd import http_sd
+from horovod_train.monitor.live import (
+    COLUMNS,
+    MAX_WINDOWS,
+    RankSeries,
+    Window,
+    access_of,
+    finite,
+    joined,
+    parse,
+    scrape,
+    stragglers,
+    targets_of,
+    unknown,
+    window_between,
+)
+from horovod_train.monitor.runs import JobCollector, Runs, places_of
+from horovod_train.monitor.view import MAX_CELLS, Board, log_tail, run_document
+from horovod_train.serve.page import http_sd
 
 
 def progress(step=1, **changes):
@@ -423,7 +433,7 @@ class TestJobMetrics:
 
     def test_jobs_that_ended_long_ago_are_left_out(self, make, tmp_path, monkeypatch):
         make("a", "r", [summary()], "succeeded", 0)
-        monkeypatch.setattr("horovod_train.monitor.job_metrics.time", lambda: time.time() + 8 * 24 * 3600)
+        monkeypatch.setattr("horovod_train.monitor.runs.time", lambda: time.time() + 8 * 24 * 3600)
 
         assert not self.shown(tmp_path / "runs")
 

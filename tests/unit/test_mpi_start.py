@@ -13,12 +13,20 @@ from support.launching import BIN
 from horovod_train.config.launch import Launch
 from horovod_train.config.schema import Job
 from horovod_train.errors import EngineError, LaunchError, UserError
-from horovod_train.horovod import environment, launched, mpi
-from horovod_train.horovod.launched import refuse_other_launchers, require_world
-from horovod_train.horovod.mpi import Mpi, find_mpi, find_wrapper, installed_mpi, record_mpi
-from horovod_train.launch.launchers.slurm import srun
-from horovod_train.launch.mpi import jsrun, start
-from horovod_train.launch.mpi.start import mpi_of, start_of
+from horovod_train.horovod import environment, mpi
+from horovod_train.horovod import mpi as launched
+from horovod_train.horovod.mpi import (
+    Mpi,
+    find_mpi,
+    find_wrapper,
+    installed_mpi,
+    record_mpi,
+    refuse_other_launchers,
+    require_world,
+)
+from horovod_train.launch import mpi as starts
+from horovod_train.launch.launchers.slurm import launcher as srun
+from horovod_train.launch.mpi import jsrun, mpi_of, start_of
 from horovod_train.launch.submit import automatic_launcher, resolve
 
 PYTHON = Path(sys.executable)
@@ -134,7 +142,7 @@ class TestJsrun:
     def test_makes_a_resource_set_for_each_rank(self, tmp_path, programs):
         request = request_for(tmp_path, hosts=["a:4", "b:4"])
 
-        found = jsrun.start(library(programs, "Spectrum MPI", "10.4"), request, None)
+        found = jsrun(library(programs, "Spectrum MPI", "10.4"), request, None)
 
         assert " ".join(found.argv[1:]) == (
             "--nrs 8 --tasks_per_rs 1 --rs_per_host 4 --bind none --stdio_mode prepended"
@@ -180,19 +188,19 @@ class TestSrun:
         intel = library(programs, "Intel MPI", "2021.18")
         request = request_for(tmp_path, launcher="slurm", slurm={"mpi": "pmi2"}, num_ranks=2)
 
-        assert start.with_environment(intel, srun.start(intel, request)).env["I_MPI_THREAD_YIELD"] == "2"
+        assert starts.with_environment(intel, srun.start(intel, request)).env["I_MPI_THREAD_YIELD"] == "2"
 
 
 class TestTheEngine:
     def test_without_a_record_starts_nothing(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(start, "installed_mpi", lambda: None)
+        monkeypatch.setattr(starts, "installed_mpi", lambda: None)
 
         with pytest.raises(LaunchError, match="MPI library of the engine is unknown") as error:
             mpi_of(request_for(tmp_path))
         assert "engine build" in error.value.hint
 
     def test_names_a_library_that_is_gone(self, tmp_path, programs, monkeypatch):
-        monkeypatch.setattr(start, "installed_mpi", lambda: library(programs, "MPICH", "5.0.2"))
+        monkeypatch.setattr(starts, "installed_mpi", lambda: library(programs, "MPICH", "5.0.2"))
 
         with pytest.raises(LaunchError, match=r"uses MPICH 5.0.2, but .*libmpi.so.12 does not exist"):
             mpi_of(request_for(tmp_path))
@@ -230,7 +238,7 @@ class TestTheEngine:
     )
     def test_decides_the_launcher(self, programs, monkeypatch, name, version, controller, launcher):
         found = library(programs, name, version)
-        monkeypatch.setattr("horovod_train.launch.launchers.horovodrun.installed_mpi", lambda: found)
+        monkeypatch.setattr("horovod_train.launch.launchers.hosts.installed_mpi", lambda: found)
 
         assert automatic_launcher(Launch(controller=controller, num_ranks=2)) == launcher
 

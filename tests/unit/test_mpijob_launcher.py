@@ -18,11 +18,11 @@ from support.waiting import wait_until
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, UnansweredError, UserError
 from horovod_train.launch import jobs
-from horovod_train.launch.launchers.mpijob import launcher as module
-from horovod_train.launch.launchers.mpijob.cluster import UnreachableError
-from horovod_train.launch.launchers.mpijob.launcher import MpiJobLauncher
-from horovod_train.launch.launchers.mpijob.rules import MAX_CONFIG_BYTES
 from horovod_train.launch.submit import make_plan, resolve
+from horovod_train.plugins.kubernetes import launcher as module
+from horovod_train.plugins.kubernetes.cluster import UnreachableError
+from horovod_train.plugins.kubernetes.launcher import MpiJobLauncher
+from horovod_train.plugins.kubernetes.settings import MAX_CONFIG_BYTES
 
 NUMBERS = count(1)  # of runs, in all tests
 # How the operator begins what it says of workers that it cannot create.
@@ -206,7 +206,7 @@ def test_an_earlier_job_that_does_not_go_is_not_waited_for_for_ever(api, monkeyp
     api.operator = succeeds
     submit(api)
     monkeypatch.setattr("support.api._later", lambda *_: None)  # what owns it is not removed
-    monkeypatch.setattr("horovod_train.launch.launchers.mpijob.launcher.API_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("horovod_train.plugins.kubernetes.launcher.API_TIMEOUT_S", 0.3)
 
     with pytest.raises(
         LaunchError,
@@ -428,7 +428,7 @@ def test_a_pause_between_launchers_is_told(api):
 def test_a_server_that_does_not_answer_is_told_after_one_time_out(api, monkeypatch):
     api.operator = trains
     job = submit(api)
-    monkeypatch.setattr("horovod_train.launch.launchers.mpijob.launcher.API_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("horovod_train.plugins.kubernetes.launcher.API_TIMEOUT_S", 0.5)
     api.silent_s = 2.0
     before = len(api.requests)
 
@@ -642,8 +642,8 @@ def test_an_api_server_that_stays_away_is_not_waited_for_for_ever(api, monkeypat
     def sleep(seconds):
         now_s[0] += 100
 
-    monkeypatch.setattr("horovod_train.launch.launchers.mpijob.launcher.monotonic", lambda: now_s[0])
-    monkeypatch.setattr("horovod_train.launch.launchers.mpijob.launcher.sleep", sleep)
+    monkeypatch.setattr("horovod_train.plugins.kubernetes.launcher.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("horovod_train.plugins.kubernetes.launcher.sleep", sleep)
     api.away = {"mpijobs": 1000}
 
     with pytest.raises(LaunchError, match="currently unable"):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from horovod_train.errors import LaunchError
-from horovod_train.launch.launchers.mpijob.cluster import (
+from horovod_train.plugins.kubernetes.cluster import (
     INSTALL,
     Cluster,
     Container,
@@ -17,7 +17,7 @@ from horovod_train.launch.launchers.mpijob.cluster import (
     UnreachableError,
     _pod_of,
 )
-from horovod_train.launch.launchers.mpijob.status import (
+from horovod_train.plugins.kubernetes.launcher import (
     CANCELLED,
     DRAINED,
     ROLE_LABEL,

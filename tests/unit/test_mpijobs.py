@@ -15,9 +15,8 @@ from support.mpijobs import FOLDER, JOBS, described, manifests, text
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError
-from horovod_train.launch.launchers.mpijob.document import merge
-from horovod_train.launch.launchers.mpijob.render import inner_job, times
-from horovod_train.launch.launchers.mpijob.validate import amount, check, silent_problems
+from horovod_train.plugins.kubernetes.cluster import amount, check, silent_problems
+from horovod_train.plugins.kubernetes.render import inner_job, merge, times
 
 KUBERNETES = "1.32"
 

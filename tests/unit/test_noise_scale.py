@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from horovod_train.lr.scaling import gain
-from horovod_train.training.hooks.noise import MeasureNoise
+from horovod_train.training.hooks.steps import MeasureNoise
 from horovod_train.training.loop import train
 from horovod_train.training.noise import MAX_DECAY, NoiseMoments, StepMoments, step_moments
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from horovod_train.frameworks.torch.step.norm import total_norm
+from horovod_train.frameworks.torch.strategies.base import total_norm
 
 
 def test_the_norm_of_a_million_equal_numbers_is_exact():

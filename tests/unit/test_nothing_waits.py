@@ -15,15 +15,14 @@ from support.reads import ReadsOfOursError, without_reads
 from torch import nn
 
 import horovod_train as ht
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh, SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError
 from horovod_train.frameworks.base import StepOutcome
 from horovod_train.frameworks.torch.step import deferred
 from horovod_train.frameworks.torch.step.deferred import DeferredOutcome
 from horovod_train.registry import FRAMEWORKS
-from horovod_train.training.bridge import LoopBridge
+from horovod_train.training.loop import LoopBridge
 from horovod_train.worker import make_run
 
 

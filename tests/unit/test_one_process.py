@@ -11,8 +11,8 @@ from support.torch_threads import on_torch_ranks, run_of
 from horovod_train.errors import UserError
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.torch.verify import untouched
-from horovod_train.frameworks.torch.verify.projections import NUM_COMPONENTS, projected
-from horovod_train.training.hooks.one_process import CompareWithOneProcess
+from horovod_train.frameworks.torch.verify.untouched import NUM_COMPONENTS, projected
+from horovod_train.training.hooks.checks import CompareWithOneProcess
 from horovod_train.training.loop import train
 
 PARTS = [[3, 1, 8, 5], [9, 2, 30, 17]]

@@ -23,7 +23,7 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import LostError, NumericError
-from horovod_train.frameworks.torch.strategies.parameter_server.server import (
+from horovod_train.plugins.parameter_server.strategy import (
     Layout,
     Server,
     ServerConnection,

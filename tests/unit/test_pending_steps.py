@@ -13,16 +13,18 @@ from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
 from horovod_train.checkpoint.writing import Writing
 from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, NumericError, PeerError, PreemptedError, UserError
-from horovod_train.frameworks.arrays import from_blob
+from horovod_train.frameworks.plain_data import from_blob
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.training import pending_steps as readings_module
-from horovod_train.training.actions import ExitPreempted, RestoreCheckpoint, Stop
-from horovod_train.training.bridge import LoopBridge
+from horovod_train.training import run as readings_module
 from horovod_train.training.hooks.base import Hook
-from horovod_train.training.hooks.checkpoints import SaveCheckpoints
-from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest, StopWhenPreempted
-from horovod_train.training.loop import train
-from horovod_train.training.pending_steps import PendingSteps, StepReport
+from horovod_train.training.hooks.saving import (
+    PreemptionAgreement,
+    PreemptionRequest,
+    SaveCheckpoints,
+    StopWhenPreempted,
+)
+from horovod_train.training.loop import LoopBridge, train
+from horovod_train.training.run import ExitPreempted, PendingSteps, RestoreCheckpoint, StepReport, Stop
 from horovod_train.worker import restore_from, resume
 
 NEVER = 10**6

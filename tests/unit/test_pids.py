@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from horovod_train.system import pids
+from horovod_train.system import processes
 
 SAY_IT = """
 import json, time
-from horovod_train.system.pids import own_identity
+from horovod_train.system.processes import own_identity
 print(json.dumps(own_identity()), flush=True)
 time.sleep(60)
 """
@@ -32,7 +32,7 @@ def test_one_that_is_stopped_is_killed(other):
     process, identity = other
     process.send_signal(signal.SIGSTOP)
 
-    assert pids.kill(identity)
+    assert processes.kill(identity)
     assert process.wait(10) == -signal.SIGKILL
 
 
@@ -41,8 +41,8 @@ def test_one_that_only_has_the_same_number_is_left_alone(other, part, value):
     process, identity = other
     identity[part] = value
 
-    assert not pids.kill(identity)
-    assert pids.is_alive(process.pid)
+    assert not processes.kill(identity)
+    assert processes.is_alive(process.pid)
 
 
 def test_nobody_is_killed_twice(other):
@@ -50,13 +50,13 @@ def test_nobody_is_killed_twice(other):
     process.kill()
     process.wait(10)
 
-    assert not pids.kill(identity)
-    assert not pids.kill([*identity[:3], None])
+    assert not processes.kill(identity)
+    assert not processes.kill([*identity[:3], None])
 
 
 def test_nobody_kills_itself():
-    assert pids.own_identity()[2] == os.getpid()
-    assert not pids.kill(pids.own_identity())
+    assert processes.own_identity()[2] == os.getpid()
+    assert not processes.kill(processes.own_identity())
 
 
 def test_somebody_elses_is_left_alone(other, monkeypatch):
@@ -65,15 +65,15 @@ def test_somebody_elses_is_left_alone(other, monkeypatch):
 
     monkeypatch.setattr(os, "kill", refuse)
 
-    assert not pids.kill(other[1])
+    assert not processes.kill(other[1])
 
 
 def test_one_that_nobody_has_waited_for_has_ended(other):
     process, _ = other
-    assert pids.is_alive(process.pid)
+    assert processes.is_alive(process.pid)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
-    assert not pids.is_alive(process.pid)
+    assert not processes.is_alive(process.pid)
     process.wait()
-    assert not pids.is_alive(process.pid)
+    assert not processes.is_alive(process.pid)

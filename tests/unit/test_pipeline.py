@@ -15,18 +15,17 @@ from torch import nn
 from torch.nn import functional
 
 from horovod_train.collectives.base import SingleRank
-from horovod_train.config.axes import Axes
+from horovod_train.config.support import Axes
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.strategies.pipeline.cut import best_cuts, cut_model
-from horovod_train.frameworks.torch.strategies.pipeline.messages import Kind, _encode_specs, _kinds_of
-from horovod_train.frameworks.torch.strategies.pipeline.orders import Pass, bubble, order_of
-from horovod_train.frameworks.torch.strategies.pipeline.stand_ins import (
+from horovod_train.plugins.pipeline.cut import best_cuts, cut_model
+from horovod_train.plugins.pipeline.passes import Kind, Pass, _encode_specs, _kinds_of, bubble, order_of
+from horovod_train.plugins.pipeline.strategy import keep_only
+from horovod_train.plugins.pipeline.values import (
+    ValuesRead,
     answered_with,
     drawing_by_stage,
     inputs_of_call,
 )
-from horovod_train.frameworks.torch.strategies.pipeline.strategy import keep_only
-from horovod_train.frameworks.torch.strategies.pipeline.values_read import ValuesRead
 
 
 def simulated(schedule, num_ranks, num_chunks, num_micro_batches):

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from horovod_train.data.planned_step import planned_steps
-from horovod_train.data.shard import steps_of_epoch
+from horovod_train.data.shard import planned_steps, steps_of_epoch
 
 
 def plan(num_samples, *, batch=4, accumulation=2, rank=0, size=2, cursor=0):

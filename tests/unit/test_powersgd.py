@@ -8,8 +8,8 @@ import torch
 from support.worlds import on_ranks
 from torch import nn
 
-from horovod_train.config.memory import JobSizes, Sizes, needs
 from horovod_train.config.schema import Job
+from horovod_train.config.support import JobSizes, Sizes, needs
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import BucketLayout
 from horovod_train.frameworks.torch.codecs.powersgd.codec import PowerSgd, seeded

@@ -15,14 +15,14 @@ from horovod_train import __version__
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.hosts.agent import GREETING, RUN_VARIABLE, HostActions, answer
-from horovod_train.launch.supervise.process import (
+from horovod_train.launch.supervise.signals import (
+    TerminationRequested,
     _is_alive,
     adopting_orphans,
     execute,
     guarded,
     kill_descendants,
 )
-from horovod_train.launch.supervise.signals import TerminationRequested
 
 
 class TestAnAgent:

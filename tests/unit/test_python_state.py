@@ -21,11 +21,9 @@ from torch import nn
 
 from horovod_train.checkpoint.arrays import dump_state, parse_state
 from horovod_train.collectives.base import SingleRank
-from horovod_train.frameworks import python_values
-from horovod_train.frameworks.fingerprint import WHOLE_BYTES, fingerprint
-from horovod_train.frameworks.plain_data import WHOLE_LENGTH, is_plain
-from horovod_train.frameworks.python_state import PythonState
-from horovod_train.frameworks.python_values import MAX_BYTES_OF_DATA, Root
+from horovod_train.frameworks import python_state
+from horovod_train.frameworks.plain_data import WHOLE_BYTES, WHOLE_LENGTH, fingerprint, is_plain
+from horovod_train.frameworks.python_state import MAX_BYTES_OF_DATA, PythonState, Root
 
 MODULE = frozenset(vars(nn.Module()))
 
@@ -388,7 +386,7 @@ def test_values_that_had_not_changed_at_the_checkpoint_are_set_back():
 
 
 def test_many_layers_do_not_hide_the_task(monkeypatch):
-    monkeypatch.setattr(python_values, "MAX_OBJECTS", 10)
+    monkeypatch.setattr(python_state, "MAX_OBJECTS", 10)
     model, task = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20))), Task(k=0)
     state = state_of(model, task)
     task.k = 1

@@ -8,11 +8,10 @@ import pytest
 from support.training import Task, made
 from support.worlds import on_ranks
 
-from horovod_train.frameworks.python_state import PythonState
-from horovod_train.frameworks.python_values import Root
-from horovod_train.training.exchange import PeriodicExchange
-from horovod_train.training.hooks import python_state
-from horovod_train.training.hooks.python_state import WatchPythonState
+from horovod_train.frameworks.python_state import PythonState, Root
+from horovod_train.training.hooks import checks
+from horovod_train.training.hooks.base import PeriodicExchange
+from horovod_train.training.hooks.checks import WatchPythonState
 from horovod_train.training.loop import train
 
 
@@ -111,7 +110,7 @@ def test_ranks_with_the_same_part_of_the_model_are_compared(caplog):
 
 
 def test_comparisons_become_rarer(monkeypatch):
-    monkeypatch.setattr(python_state, "MAX_BETWEEN", 8)
+    monkeypatch.setattr(checks, "MAX_BETWEEN", 8)
     first, second = trained(2, per_rank=0, epochs=8)
 
     assert first == second
@@ -119,7 +118,7 @@ def test_comparisons_become_rarer(monkeypatch):
 
 
 def test_slow_examinations_are_rarer_on_all_ranks(monkeypatch):
-    monkeypatch.setattr(python_state, "MAX_PART", 1e-9)
+    monkeypatch.setattr(checks, "MAX_PART", 1e-9)
     compared = trained(2, per_rank=0, epochs=8)
 
     assert compared == [[1], [1]]
@@ -127,7 +126,7 @@ def test_slow_examinations_are_rarer_on_all_ranks(monkeypatch):
 
 @pytest.mark.parametrize("names", [3, 9])
 def test_at_most_six_names_are_shown(names):
-    text = python_state._joined({f"task.{number}": "" for number in range(names)})
+    text = checks._joined({f"task.{number}": "" for number in range(names)})
 
     assert text.count("task.") == min(names, 6)
     assert text.endswith("; and 3 more") == (names == 9)

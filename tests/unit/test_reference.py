@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from horovod_train.config.arguments import ARGUMENT_FIELDS
-from horovod_train.config.duration import Duration
+from horovod_train.config.fields import Duration
 from horovod_train.config.load import load_job
 from horovod_train.errors import ConfigError
 

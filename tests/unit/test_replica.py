@@ -16,22 +16,20 @@ from torch import nn
 
 from horovod_train.checkpoint.inspect import export
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh, SingleRank
 from horovod_train.config.optimization import Ema
 from horovod_train.config.schema import Checkpoint, Health, Job, Train
-from horovod_train.data.planned_step import PlannedStep, planned_steps
-from horovod_train.data.shard import MicroBatch, share_of_step
+from horovod_train.data.shard import MicroBatch, PlannedStep, planned_steps, share_of_step
 from horovod_train.errors import CheckpointError, UserError
-from horovod_train.frameworks.torch.codecs.dense import fp32
+from horovod_train.frameworks.torch.codecs.base import fp32
 from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     recompute_activations,
 )
-from horovod_train.frameworks.torch.step import weight_watch
-from horovod_train.frameworks.torch.step.averaged_weights import Averaging
+from horovod_train.frameworks.torch.step import watches as weight_watch
+from horovod_train.frameworks.torch.step.averages import Averaging
 from horovod_train.frameworks.torch.step.replica import TorchReplica
-from horovod_train.frameworks.torch.step.weight_watch import Turns, WeightWatch
+from horovod_train.frameworks.torch.step.watches import Turns, WeightWatch
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, SingleRankStrategy
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

@@ -21,10 +21,17 @@ from horovod_train.events.types import (
     Started,
 )
 from horovod_train.launch.jobs import StateFile
-from horovod_train.report.document import MAX_POINTS, MAX_RANKS, Chart, Table, report_of
-from horovod_train.report.markdown import as_markdown
-from horovod_train.report.page import as_html
-from horovod_train.report.record import MAX_RUNS, records_of
+from horovod_train.report.document import (
+    MAX_POINTS,
+    MAX_RANKS,
+    MAX_RUNS,
+    Chart,
+    Table,
+    as_html,
+    as_markdown,
+    records_of,
+    report_of,
+)
 
 EVIL = "</script><script>alert(1)</script> | <b>"
 

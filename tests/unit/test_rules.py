@@ -10,8 +10,8 @@ import pytest
 import yaml
 from support.prometheus import needs_prometheus, promtool
 
+from horovod_train.monitor.push import rules_file
 from horovod_train.monitor.rules import RECORDINGS, alerts, anchor, document
-from horovod_train.monitor.shipped import rules_file
 from horovod_train.telemetry.catalog import CATALOG
 
 pytestmark = needs_prometheus
@@ -320,7 +320,7 @@ def test_rules_ask_for_metrics_that_exist():
     known = {metric.name for metric in CATALOG} | {recording.name for recording in RECORDINGS}
     text = rules_file()
     asked = set(re.findall(r"horovod_train[_:][a-z_:]*[a-z]", text))
-    from horovod_train.monitor.job_metrics import JOB_CATALOG
+    from horovod_train.monitor.runs import JOB_CATALOG
 
     known |= {metric.name for metric in JOB_CATALOG}
     suffixes = {f"{metric.name}{end}" for metric in CATALOG for end in ("_sum", "_count", "_bucket")}

@@ -14,8 +14,8 @@ from support.worlds import on_ranks
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import UserError
-from horovod_train.frameworks.shards import Shards
-from horovod_train.health.same_data import check_same_data, compared_samples
+from horovod_train.frameworks.reader import Shards
+from horovod_train.health.comparisons import check_same_data, compared_samples
 from horovod_train.rank import check_data
 
 FILES = [f"file-{number}" for number in range(40)]

@@ -17,13 +17,11 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
-from horovod_train.frameworks.randomness import sample_seeds
-from horovod_train.frameworks.reader import NumpyReader
-from horovod_train.frameworks.torch import reader as reader_module
-from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.step import sample_random
-from horovod_train.frameworks.torch.step.random_functions import install
-from horovod_train.frameworks.torch.step.sample_random import SampleDraws
+from horovod_train.frameworks.reader import NumpyReader, sample_seeds
+from horovod_train.frameworks.torch import task as reader_module
+from horovod_train.frameworks.torch.step import random
+from horovod_train.frameworks.torch.step.random import SampleDraws, install
+from horovod_train.frameworks.torch.task import Placement, TorchReader
 from horovod_train.training.loop import evaluate, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -272,7 +270,7 @@ def weights_on(size, **more):
 @pytest.fixture
 def shared_generators(monkeypatch):
     """Threads share the default generators, which other ranks seed to read their samples."""
-    monkeypatch.setattr(sample_random, "_default_states", tuple)
+    monkeypatch.setattr(random, "_default_states", tuple)
     monkeypatch.setattr(reader_module, "_CheckedCollate", lambda collate: collate)
 
 

@@ -17,29 +17,33 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.log import DeviceWork
+from horovod_train.collectives.base import DeviceWork, SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.events.file import EventsFile
 from horovod_train.events.types import Progress, Summary
 from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import wants_flops
-from horovod_train.frameworks.torch.sizes.flops import FlopCounter
-from horovod_train.telemetry import baseline as baseline_module
-from horovod_train.telemetry import rank_metrics as rank_metrics_module
-from horovod_train.telemetry.baseline import MAX_RUNS, baseline_samples_per_s
-from horovod_train.telemetry.peaks import peak_flops
-from horovod_train.telemetry.rank_metrics import (
+from horovod_train.frameworks.torch.sizes import FlopCounter
+from horovod_train.telemetry import recorder as baseline_module
+from horovod_train.telemetry import recorder as rank_metrics_module
+from horovod_train.telemetry import samplers as sampler_module
+from horovod_train.telemetry.catalog import GpuExchangeRecord
+from horovod_train.telemetry.recorder import (
+    MAX_RUNS,
+    Recorder,
+    baseline_samples_per_s,
     record_scaling_baseline,
     watch_device,
     watch_exchange,
     watch_waiting,
 )
-from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.records import GpuExchangeRecord
-from horovod_train.telemetry.samplers import nvml as sampler_module
-from horovod_train.telemetry.samplers.nvml import THROTTLE_REASONS, GpuSampler, gpu_sampler
-from horovod_train.telemetry.samplers.process import read_memory
+from horovod_train.telemetry.samplers import (
+    THROTTLE_REASONS,
+    GpuSampler,
+    gpu_sampler,
+    peak_flops,
+    read_memory,
+)
 
 FAKES = Path(__file__).parents[1] / "fakes"
 

@@ -12,17 +12,15 @@ import torch
 from support.torch_threads import Task, on_torch_ranks, run_of, weights_of
 from torch import nn
 
-from horovod_train.config.batches import batch_size_at, for_ranks
+from horovod_train.config.arguments import batch_size_at, batch_size_of_lr, for_ranks
 from horovod_train.config.load import changed
 from horovod_train.config.optimization import LearningRate
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job, Train
-from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.state.optimizer import optimizer_over, set_rates
-from horovod_train.frameworks.torch.step.averaged_weights import averaging_of
-from horovod_train.lr.optimizer_arguments import ArgumentScaling
-from horovod_train.lr.policy import EpochLength, LearningRatePolicy, policy_of_section
+from horovod_train.frameworks.torch.step.averages import averaging_of
+from horovod_train.lr.policy import ArgumentScaling, EpochLength, LearningRatePolicy, policy_of_section
 from horovod_train.training.loop import train
 
 TASK = "support.torch_threads:Task"

@@ -16,7 +16,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError, UserError
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.lr.schedules import CosineRestarts, Plateau, PlateauState, Position
-from horovod_train.training.hooks.arguments import ScheduleArguments
+from horovod_train.training.hooks.base import ScheduleArguments
 from horovod_train.training.loop import train
 
 TASK = "support.torch_threads:Task"

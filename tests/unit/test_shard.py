@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_train.data.shard import epoch_order, num_steps, split_evenly, steps_of_epoch
-from horovod_train.frameworks.shards import Shards
-from horovod_train.frameworks.transformers.batches import ShardedBatches
+from horovod_train.frameworks.reader import Shards
+from horovod_train.plugins.transformers.trainer import ShardedBatches
 
 worlds = st.integers(1, 64)
 sizes = st.integers(1, 3000)

@@ -17,15 +17,14 @@ from support.worlds import on_ranks
 
 from horovod_train.checkpoint import store, writing
 from horovod_train.checkpoint.arrays import ArrayBlob, Part, ReplicaState
-from horovod_train.checkpoint.holders import find_holders, keyed
 from horovod_train.checkpoint.inspect import differences, export
-from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.checkpoint.newest import newest_valid
+from horovod_train.checkpoint.manager import CheckpointManager, find_holders, keyed
+from horovod_train.checkpoint.store import newest_valid
 from horovod_train.checkpoint.writing import Writing
 from horovod_train.config.schema import Checkpoint
 from horovod_train.errors import CheckpointError, DesyncError
-from horovod_train.health.desync import check_before_saving, check_replicas_identical
-from horovod_train.training.progress import DataOrder, Progress
+from horovod_train.health.comparisons import check_before_saving, check_replicas_identical
+from horovod_train.training.run import DataOrder, Progress
 
 DOCUMENTS = {"state": {}, "config": {}}
 PROGRESS = Progress(DataOrder(9, 0, shuffle=True)).to_json()

@@ -8,8 +8,8 @@ import pytest
 
 from horovod_train.config.schema import Health
 from horovod_train.launch.hosts.agent import UnresponsiveRank
-from horovod_train.launch.supervise import frozen_ranks as module
-from horovod_train.launch.supervise.frozen_ranks import Frozen, find_frozen, watching_ranks
+from horovod_train.launch.supervise import follow as module
+from horovod_train.launch.supervise.follow import Frozen, find_frozen, watching_ranks
 
 
 class HostGroup:

@@ -12,13 +12,12 @@ import pytest
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, PreemptedError
-from horovod_train.launch import commands
+from horovod_train.launch import base
 from horovod_train.launch.base import LaunchPlan, Submitted
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile
-from horovod_train.launch.launchers.slurm.allocation import SlurmAllocationLauncher
-from horovod_train.launch.launchers.slurm.launcher import SlurmLauncher
-from horovod_train.launch.launchers.supervised import SupervisedLauncher
+from horovod_train.launch.launchers.hosts import SupervisedLauncher
+from horovod_train.launch.launchers.slurm.launcher import SlurmAllocationLauncher, SlurmLauncher
 from horovod_train.launch.submit import resolve
 
 PROGRAM = r"""#!/bin/sh
@@ -291,7 +290,7 @@ class TestCallingSlurm:
             SlurmLauncher().call("sbatch", "what")
 
     def test_one_that_does_not_answer_is_not_waited_for_for_ever(self, monkeypatch):
-        monkeypatch.setattr(commands, "TIMEOUT_S", 0.1)
+        monkeypatch.setattr(base, "TIMEOUT_S", 0.1)
 
         with pytest.raises(LaunchError, match=r"sleep did not answer within 0\.1 s") as caught:
             SlurmLauncher().call("sleep", "5")

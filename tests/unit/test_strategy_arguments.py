@@ -14,24 +14,22 @@ from programs.cases import Case
 from support.torch_threads import on_torch_ranks, run_of
 from torch import nn
 
-from horovod_train.checkpoint.tree import merge_trees
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.axes import Axes
+from horovod_train.checkpoint.arrays import merge_trees
+from horovod_train.collectives.base import Mesh, SingleRank
+from horovod_train.config.arguments import axes_of
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job, Strategy
-from horovod_train.config.strategies import axes_of
-from horovod_train.config.support import strategy_support
+from horovod_train.config.support import Axes, strategy_support
 from horovod_train.errors import CheckpointError, EngineError, UserError
-from horovod_train.frameworks.torch.comm import process_group
-from horovod_train.frameworks.torch.comm.process_group import choose_address
-from horovod_train.frameworks.torch.sizes.units import units_of
+from horovod_train.frameworks.torch.comm import groups
+from horovod_train.frameworks.torch.comm.groups import choose_address
+from horovod_train.frameworks.torch.sizes import units_of
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, make_strategy
+from horovod_train.frameworks.torch.strategies.ddp.strategy import TorchDistributed
 from horovod_train.frameworks.torch.strategies.fsdp.strategy import Fsdp, num_ranks_of
-from horovod_train.frameworks.torch.strategies.mesh.strategy import ShardedLayers
-from horovod_train.frameworks.torch.strategies.pipeline.strategy import Pipeline
 from horovod_train.frameworks.torch.strategies.tensor_parallel.strategy import TensorParallel
-from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
+from horovod_train.plugins.mesh.strategy import ShardedLayers
+from horovod_train.plugins.pipeline.strategy import Pipeline
 from horovod_train.registry import STRATEGIES
 
 
@@ -180,8 +178,8 @@ class TestTheAddressOfARank:
             "ib0": [self.address("10.1.0.5")],
             "down": [],
         }
-        monkeypatch.setattr(process_group.psutil, "net_if_addrs", lambda: found)
-        monkeypatch.setattr(process_group.socket, "gethostbyname", lambda _: "10.1.0.5")
+        monkeypatch.setattr(groups.psutil, "net_if_addrs", lambda: found)
+        monkeypatch.setattr(groups.socket, "gethostbyname", lambda _: "10.1.0.5")
 
     def test_is_loopback_on_one_machine(self):
         assert choose_address(["a", "a"], {}) == ("lo", "127.0.0.1")
@@ -190,7 +188,7 @@ class TestTheAddressOfARank:
         assert choose_address(["a", "b"], {}) == ("ib0", "10.1.0.5")
 
     def test_is_the_first_other_where_the_name_stands_for_loopback(self, monkeypatch):
-        monkeypatch.setattr(process_group.socket, "gethostbyname", lambda _: "127.0.1.1")
+        monkeypatch.setattr(groups.socket, "gethostbyname", lambda _: "127.0.1.1")
 
         assert choose_address(["a", "b"], {}) == ("eth0", "10.0.0.5")
 

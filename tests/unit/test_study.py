@@ -15,28 +15,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod_train.cli.main import cli
-from horovod_train.config.load import load_job
-from horovod_train.config.shipped import job_file
+from horovod_train.config.load import job_file, load_job
 from horovod_train.errors import UserError
 from horovod_train.events.file import Record
 from horovod_train.events.types import Evaluation, Progress, Resumed, Summary
-from horovod_train.report.markdown import as_markdown
-from horovod_train.report.page import as_html
-from horovod_train.study.advice import advice_for
-from horovod_train.study.critical import (
+from horovod_train.plugins.study.results import (
+    Result,
+    Study,
+    locked,
+    open_study,
+    policies_of,
+    policy_digest,
+    problem_of,
+    read_study,
+    result_of,
+    trials_of,
+    upper_tail,
+)
+from horovod_train.plugins.study.run import (
     Branching,
     batch_warmup,
     critical_batch,
     critical_blocks,
     default_epochs,
     mean_losses,
+    report_of_study,
+    run_trials,
+    time_left_s,
 )
-from horovod_train.study.document import report_of_study
-from horovod_train.study.evidence import upper_tail
-from horovod_train.study.results import Result, Study, locked, open_study, read_study, result_of
-from horovod_train.study.run import run_trials, time_left_s
-from horovod_train.study.table import Metric, cells_of, metric_of, table_of, verdicts
-from horovod_train.study.trials import policies_of, policy_digest, problem_of, trials_of
+from horovod_train.plugins.study.table import Metric, advice_for, cells_of, metric_of, table_of, verdicts
+from horovod_train.report.document import as_html, as_markdown
 
 ACCURACY = Metric("accuracy", "max")
 
@@ -374,7 +382,7 @@ class TestTheFile:
         ended = [event(1, summary(10, 3.0, loss=0.4))]
         study = self.study(tmp_path / "s", job, *(result_of(trial, ended) for trial in wanted[:3]))
         monkeypatch.setattr(
-            "horovod_train.study.run.run_trial",
+            "horovod_train.plugins.study.run.run_trial",
             lambda study, trial, report: run.append(trial) or result_of(trial, ended),
         )
         run_trials(study, wanted, said.append)

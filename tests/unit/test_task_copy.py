@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.verify.task_copy import (
+from horovod_train.frameworks.torch.verify.verification import (
     SharedState,
     copy_of_task,
     counter_state,

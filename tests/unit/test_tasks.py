@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from horovod_train.collectives.base import SingleRank
-from horovod_train.frameworks.lightning.task import OPTIONAL as OF_LIGHTNING
-from horovod_train.frameworks.task import report_unused_methods
+from horovod_train.frameworks.base import report_unused_methods
 from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED
+from horovod_train.plugins.lightning.framework import OPTIONAL as OF_LIGHTNING
 
 
 def task_with(*names):

@@ -11,15 +11,13 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from horovod_train.checkpoint.write_report import WriteReport
+from horovod_train.checkpoint.writing import WriteReport
 from horovod_train.collectives.base import SingleRank
 from horovod_train.events.types import PHASES
 from horovod_train.frameworks.base import StepClock
-from horovod_train.telemetry.catalog import CATALOG
+from horovod_train.telemetry.catalog import CATALOG, RANK_LABELS, Metric, StepRecord, WorldRecord
 from horovod_train.telemetry.exporter import PORT_STEP, Exporter
-from horovod_train.telemetry.metric import RANK_LABELS, Metric
 from horovod_train.telemetry.recorder import MAX_DEFERRED, Recorder
-from horovod_train.telemetry.records import StepRecord, WorldRecord
 
 
 def samples(recorder):

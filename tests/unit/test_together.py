@@ -21,14 +21,14 @@ from horovod_train.config.schema import Job, Train
 from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks import devices
 from horovod_train.frameworks.devices import own_gpu, share_over_nccl
-from horovod_train.health.world_check import MAX_NAMED, check_clocks, check_fingerprints, check_world
+from horovod_train.health.comparisons import MAX_NAMED, check_clocks, check_fingerprints, check_world
 from horovod_train.horovod.fingerprint import code_digest, environment_fingerprint, task_files
-from horovod_train.training.exchange import MAX_STEPS_BETWEEN
-from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest
+from horovod_train.training.hooks.base import MAX_STEPS_BETWEEN
+from horovod_train.training.hooks.saving import PreemptionAgreement, PreemptionRequest
 
 ENDS_SLOWLY = """
 import sys, time
-from horovod_train.training.hooks.preemption import PreemptionRequest
+from horovod_train.training.hooks.saving import PreemptionRequest
 
 class Slow:
     def __del__(self, write=sys.__stdout__.write, flush=sys.__stdout__.flush, sleep=time.sleep):
@@ -39,7 +39,7 @@ PreemptionRequest().listen()
 """
 HAS_ANOTHER_HANDLER = """
 import atexit, signal
-from horovod_train.training.hooks.preemption import PreemptionRequest
+from horovod_train.training.hooks.saving import PreemptionRequest
 
 atexit.register(lambda: print(*map(signal.getsignal, (signal.SIGTERM, signal.SIGUSR1))))
 PreemptionRequest().listen()

@@ -29,7 +29,7 @@ from horovod_train.errors import UserError
 from horovod_train.events.types import PairTime
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.torch import framework as module
-from horovod_train.frameworks.torch import reader as reader_module
+from horovod_train.frameworks.torch import task as reader_module
 from horovod_train.frameworks.torch.comm import allreduce_benchmark as benchmark
 from horovod_train.frameworks.torch.comm import collectives as collectives_module
 from horovod_train.frameworks.torch.comm.collectives import (
@@ -42,10 +42,10 @@ from horovod_train.frameworks.torch.framework import (
     choose_device,
     recompute_activations,
 )
-from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.state import blobs
-from horovod_train.frameworks.torch.state.saved_state import _scaler_state
+from horovod_train.frameworks.torch.state import local
+from horovod_train.frameworks.torch.state.model import _scaler_state
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import SingleRankStrategy, summed_gradients
+from horovod_train.frameworks.torch.task import Placement, TorchReader
 
 
 def job(**sections):
@@ -316,16 +316,16 @@ class TestReading:
 
 class TestStates:
     def test_without_elements_have_a_shape_all_the_same(self):
-        tensor = blobs.from_blob(ArrayBlob("float32", (0, 3), b""))
+        tensor = local.from_blob(ArrayBlob("float32", (0, 3), b""))
 
         assert (tensor.shape, tensor.dtype) == (torch.Size([0, 3]), torch.float32)
 
-    @pytest.mark.parametrize("elements", [3, blobs.LARGE_PAGE_BYTES // 4, blobs.LARGE_PAGE_BYTES // 4 + 5])
+    @pytest.mark.parametrize("elements", [3, local.LARGE_PAGE_BYTES // 4, local.LARGE_PAGE_BYTES // 4 + 5])
     def test_copies_of_any_size_are_what_was_copied_and_stay_it(self, elements):
         tensor = torch.arange(elements, dtype=torch.float32).reshape(1, elements)
         kept = {}
 
-        blob = blobs.blobs_of({"t": tensor}, kept, prefix="model.")["t"]
+        blob = local.blobs_of({"t": tensor}, kept, prefix="model.")["t"]
         expected = tensor.numpy().tobytes()
         tensor.zero_()
 

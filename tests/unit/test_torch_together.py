@@ -15,23 +15,20 @@ from support.torch_threads import Task, TorchThreads, on_torch_ranks, run_of, we
 from support.worlds import Board
 from torch import nn
 
-from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.log import CollectiveLog
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import CollectiveLog, Mesh, SingleRank
 from horovod_train.config.schema import Data, Health, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import LostError, PeerError, UserError, WorldError
-from horovod_train.frameworks import join as join_module
-from horovod_train.frameworks.join import join
-from horovod_train.frameworks.randomness import mix
+from horovod_train.frameworks import devices as join_module
+from horovod_train.frameworks.devices import join
+from horovod_train.frameworks.reader import mix
 from horovod_train.frameworks.torch.comm import allreduce_benchmark as benchmark
-from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
-from horovod_train.frameworks.torch.comm.exchange import Exchange
+from horovod_train.frameworks.torch.comm.collectives import Exchange, TorchCommunicator
 from horovod_train.frameworks.torch.framework import TorchFramework, optimizer_of
-from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, summed_gradients
-from horovod_train.health.desync import fingerprints
+from horovod_train.frameworks.torch.task import Placement, TorchReader
+from horovod_train.health.comparisons import fingerprints
 from horovod_train.tasks.digits import Digits
 from horovod_train.training.loop import evaluate, train
 

@@ -16,10 +16,10 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.load import load_job
 from horovod_train.errors import ConfigError, UserError
 from horovod_train.telemetry import tracking as track
-from horovod_train.telemetry.trackers.base import TrackedRun
 from horovod_train.telemetry.trackers.csv_file import CsvFile
+from horovod_train.telemetry.tracking import TrackedRun
 from horovod_train.training.hooks.base import HookParts
-from horovod_train.training.hooks.track import Track
+from horovod_train.training.hooks.steps import Track
 from horovod_train.training.loop import train
 
 

@@ -7,16 +7,19 @@ import math
 
 import pytest
 
-from horovod_train.config.load import load_job
-from horovod_train.config.shipped import job_file
+from horovod_train.config.load import job_file, load_job
 from horovod_train.errors import UserError
-from horovod_train.report.page import as_html
-from horovod_train.study.advice import price_text, settings_text
-from horovod_train.study.document import report_of_study
-from horovod_train.study.results import Study, read_study, result_of
-from horovod_train.study.table import Metric, table_of
-from horovod_train.study.trials import policies_of, problem_of, trials_of
-from horovod_train.study.tuning import TUNING, Tuning, search
+from horovod_train.plugins.study.results import (
+    Study,
+    policies_of,
+    problem_of,
+    read_study,
+    result_of,
+    trials_of,
+)
+from horovod_train.plugins.study.run import TUNING, Tuning, report_of_study, search
+from horovod_train.plugins.study.table import Metric, price_text, settings_text, table_of
+from horovod_train.report.document import as_html
 from tests.unit.test_study import event, summary
 
 
@@ -27,7 +30,7 @@ class Trainings:
         self.job = load_job(job_file("digits"), (), environ={})
         self.study = read_study(folder) or Study(folder, "digits", problem_of(self.job), "id", "2026-01-01")
         self.best, self.diverges_at, self.trained, self.said = best, diverges_at, [], []
-        monkeypatch.setattr("horovod_train.study.tuning.run_trial", self.run)
+        monkeypatch.setattr("horovod_train.plugins.study.run.run_trial", self.run)
 
     def run(self, study, trial, report):
         self.trained.append(trial)

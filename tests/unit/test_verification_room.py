@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.torch_threads import on_torch_ranks, run_of
 
-from horovod_train.frameworks.torch.verify import room
+from horovod_train.frameworks.torch.verify import one_process
 
 WEIGHTS_BYTES = 4 * 16 * 16
 
@@ -43,8 +43,8 @@ def is_compared(size=2, **fields):
     ],
 )
 def test_the_plain_model_is_made_if_all_ranks_have_memory_for_it(monkeypatch, caplog, free, of_host, is_room):
-    monkeypatch.setattr(room, "free_bytes", lambda _: free)
-    monkeypatch.setattr(room, "usable_memory_bytes", lambda: of_host)
+    monkeypatch.setattr(one_process, "free_bytes", lambda _: free)
+    monkeypatch.setattr(one_process, "usable_memory_bytes", lambda: of_host)
 
     with caplog.at_level(logging.WARNING):
         assert is_compared() == is_room
@@ -58,10 +58,10 @@ def test_the_plain_model_is_made_if_all_ranks_have_memory_for_it(monkeypatch, ca
 def test_limits_of_the_process_count():
     device = torch.device("cpu")
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    unlimited = room.free_bytes(device)
+    unlimited = one_process.free_bytes(device)
     resource.setrlimit(resource.RLIMIT_DATA, (2**40, before[1]))
     try:
-        assert 2**39 < room.free_bytes(device) < 2**40
+        assert 2**39 < one_process.free_bytes(device) < 2**40
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
-    assert unlimited == pytest.approx(room.free_bytes(device), rel=0.5)
+    assert unlimited == pytest.approx(one_process.free_bytes(device), rel=0.5)

@@ -13,11 +13,10 @@ from support.worlds import on_ranks
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.frameworks.base import StepClock, StepOutcome
-from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.waiting import attribute_waiting
-from horovod_train.training.exchange import PeriodicExchange
-from horovod_train.training.hooks import waits
-from horovod_train.training.hooks.waits import AttributeWaiting
+from horovod_train.telemetry.recorder import Recorder, attribute_waiting
+from horovod_train.training.hooks import steps as waits
+from horovod_train.training.hooks.base import PeriodicExchange
+from horovod_train.training.hooks.steps import AttributeWaiting
 from horovod_train.training.loop import train
 
 SECONDS = st.floats(0.0, 10.0, allow_subnormal=False)

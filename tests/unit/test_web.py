@@ -17,15 +17,14 @@ import pytest
 from click.testing import CliRunner
 from support.waiting import wait_until
 
-from horovod_train.cli.cmd_serve import page_addresses
 from horovod_train.cli.main import cli
+from horovod_train.cli.serve import page_addresses
 from horovod_train.errors import UserError
 from horovod_train.events.file import EventsFile, opened
+from horovod_train.serve import page as targets_server
 from horovod_train.serve import page as ui_module
-from horovod_train.serve import targets as targets_server
 from horovod_train.serve import web as web_module
-from horovod_train.serve.page import serve_page
-from horovod_train.serve.targets import serve_targets
+from horovod_train.serve.page import serve_page, serve_targets
 from horovod_train.serve.web import names_of
 
 TOKEN = "s3cret"  # noqa: S105

@@ -24,15 +24,15 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, PeerError, PreemptedError, UserError, WorldError
 from horovod_train.events.file import read_events
 from horovod_train.events.types import Stalled
-from horovod_train.frameworks.torch.comm.watch import log_stalled
+from horovod_train.frameworks.torch.comm.groups import log_stalled
 from horovod_train.registry import Registry
-from horovod_train.training.hooks.preemption import PreemptionRequest
+from horovod_train.training.hooks.saving import PreemptionRequest
 from horovod_train.worker import WorkerOptions, run_rank
 
 
 def test_a_warning_with_an_event_is_reported_as_the_event():
     told = Told()
-    log = logging.getLogger("horovod_train.frameworks.torch.comm.watch")
+    log = logging.getLogger("horovod_train.frameworks.torch.comm.groups")
     handler = worker._ReporterHandler(told.reporter)
     log.addHandler(handler)
 

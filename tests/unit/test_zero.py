@@ -16,19 +16,18 @@ from support.torch_threads import Task, on_torch_ranks, run_of, weights_of
 from support.worlds import on_ranks
 from torch import nn
 
-from horovod_train.checkpoint.arrays import Entry, ReplicaState
-from horovod_train.checkpoint.holders import find_holders
-from horovod_train.checkpoint.stored_arrays import Piece, StoredArrays
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.checkpoint.arrays import Entry, Piece, ReplicaState, StoredArrays
+from horovod_train.checkpoint.manager import find_holders
+from horovod_train.collectives.base import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.comm import gradient_pipeline
-from horovod_train.frameworks.torch.state.elementwise import check_elementwise, check_separable
+from horovod_train.frameworks.torch.comm import buckets
+from horovod_train.frameworks.torch.state.optimizer import check_elementwise, check_separable
 from horovod_train.frameworks.torch.strategies.zero import strategy as zero_module
 from horovod_train.frameworks.torch.strategies.zero.strategy import Zero
-from horovod_train.health.desync import check_replicas_identical
+from horovod_train.health.comparisons import check_replicas_identical
 from horovod_train.registry import OPTIMIZERS
 from horovod_train.training.loop import evaluate, train
 
@@ -156,7 +155,7 @@ def test_gradients_of_few_buckets_are_there_at_a_time_where_others_are_slow(monk
 
 
 def test_ranks_whose_gradients_come_in_other_orders_do_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(gradient_pipeline, "MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(buckets, "MAX_WAIT_S", 0.05)
     found = under_way(2, order_of=lambda rank, layers: layers[::-1] if rank else layers)
 
     for _, received in found:

@@ -13,60 +13,65 @@ from typing import Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from horovod_train.checkpoint.plain_weights import open_weights
-from horovod_train.checkpoint.stored_arrays import StoredArrays
-from horovod_train.collectives.base import Communicator
+from horovod_train.checkpoint.arrays import StoredArrays
+from horovod_train.checkpoint.inspect import open_weights
+from horovod_train.collectives.base import Communicator, Mesh
 from horovod_train.collectives.horovod import connect
-from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Allreduce, Compile, Job, Train
 from horovod_train.config.support import follows_gain, strategy_support
 from horovod_train.errors import HorovodTrainError, UnknownNameError
+from horovod_train.frameworks.base import load_task, report_unused_methods
 from horovod_train.frameworks.devices import own_gpu
-from horovod_train.frameworks.python_state import state_of_task
-from horovod_train.frameworks.python_values import Root
+from horovod_train.frameworks.python_state import Root, state_of_task
 from horovod_train.frameworks.reader import start_loader_server
-from horovod_train.frameworks.task import load_task, report_unused_methods
-from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, sum_over, tensor_communicator
-from horovod_train.frameworks.torch.comm.mpi import mpi
-from horovod_train.frameworks.torch.comm.process_group import (
+from horovod_train.frameworks.torch.comm.collectives import (
+    TorchCommunicator,
+    mpi,
+    sum_over,
+    tensor_communicator,
+)
+from horovod_train.frameworks.torch.comm.groups import (
     explain_distributed,
     explain_second_derivative,
     explain_unused,
 )
 from horovod_train.frameworks.torch.comm.sync_batch_norm import Sum, synchronize_batch_norm
 from horovod_train.frameworks.torch.device import TorchBased
-from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.sizes.activations import (
+from horovod_train.frameworks.torch.sizes import (
+    FlopCounter,
     layers_to_recompute,
     recompute_activations,
     saved_activations,
 )
-from horovod_train.frameworks.torch.sizes.flops import FlopCounter
-from horovod_train.frameworks.torch.sizes.meta_model import (
+from horovod_train.frameworks.torch.state.local import load_initial, meta_parameters, whole_model
+from horovod_train.frameworks.torch.state.model import (
     batch_of,
     explained,
     loss_of,
     meta_model,
     to_fake_tensor,
 )
-from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
-from horovod_train.frameworks.torch.state.local_tensors import whole_model
-from horovod_train.frameworks.torch.state.meta_weights import load_initial, meta_parameters
 from horovod_train.frameworks.torch.state.optimizer import explain_closure, optimizer_over
-from horovod_train.frameworks.torch.step.averaged_weights import averaging_of
+from horovod_train.frameworks.torch.state.rank_state import load_rng_state, rng_state, seed_generators
+from horovod_train.frameworks.torch.step.averages import averaging_of
+from horovod_train.frameworks.torch.step.deferred import NoiseMeter
 from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder, Recorder
-from horovod_train.frameworks.torch.step.noise import NoiseMeter
-from horovod_train.frameworks.torch.step.random_functions import install
+from horovod_train.frameworks.torch.step.random import install
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, make_strategy
-from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, TorchTask
-from horovod_train.frameworks.torch.verify.model_check import check_model, refuse_repeated_parameters
-from horovod_train.frameworks.torch.verify.one_process import OneProcess
-from horovod_train.frameworks.torch.verify.room import has_room
-from horovod_train.frameworks.torch.verify.task_copy import copy_of_task, copy_of_value, generators_of
-from horovod_train.frameworks.torch.verify.verification import StrategyVerifier, refused
+from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, Placement, TorchReader, TorchTask
+from horovod_train.frameworks.torch.verify.one_process import OneProcess, has_room
+from horovod_train.frameworks.torch.verify.verification import (
+    StrategyVerifier,
+    check_model,
+    copy_of_task,
+    copy_of_value,
+    generators_of,
+    refuse_repeated_parameters,
+    refused,
+)
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +84,7 @@ class TorchFramework(TorchBased):
         if job.launch.threads_per_rank is not None:
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
-            start_loader_server("horovod_train.frameworks.torch.reader")
+            start_loader_server("horovod_train.frameworks.torch.task")
         if strategy_support(job.strategy.name).requires_mpi:
             mpi()  # mpi4py must initialize MPI: Horovod would finalize it while it is in use
         return connect(TorchCommunicator, job)

@@ -10,16 +10,40 @@ class MyTask:
     def param_groups(self, model): ...     optional: optimizer groups, each may have an lr_scale
     def after_update(self, model): ...     optional: changes weights after each update
     def pipeline_parts(self, model): ...   optional: modules that form the model, for pipeline parallelism
+
+Reader of batches from a dataset, in the order and sizes that ``data/shard.py`` defines.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import DataLoader, default_collate
 
+from horovod_train.config.schema import Data
+from horovod_train.data.shard import MicroBatch, Order, timed
 from horovod_train.errors import UserError
-from horovod_train.frameworks.task import check_is_one_number
+from horovod_train.frameworks.base import Dataset, check_is_one_number
+from horovod_train.frameworks.reader import (
+    Fetch,
+    TaskModule,
+    checked_length,
+    draws_in_collate,
+    exit_with_rank,
+    fetches,
+    read_samples,
+    refusing_draws,
+    seed_numpy,
+    seeded_generators,
+    start_loader_server,
+)
 
 REQUIRED = ("model", "train_data", "loss")
 OPTIONAL = ("eval_data", "metrics", "param_groups", "after_update", "pipeline_parts")
@@ -102,3 +126,222 @@ def checked_loss(loss: object) -> torch.Tensor:
             "frozen?",
         )
     return loss.reshape(())
+
+
+class _SeededFetches:
+    """Dataset of the loader processes, which returns the samples of a fetch."""
+
+    def __init__(self, task: TaskModule, dataset: Dataset) -> None:
+        self._task = task
+        self._dataset = dataset
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Unpickled in this order: the task's module is imported before its classes are needed.
+        return _SeededFetches, (self._task, self._dataset)
+
+    def __getitems__(self, fetch: Fetch) -> list[object]:
+        in_loader = torch.utils.data.get_worker_info() is not None
+        saved = None if in_loader else torch.get_rng_state()
+        # Not torch.manual_seed, which also seeds the generators of all GPUs.
+        torch.default_generator.manual_seed(fetch.seed)
+        samples: list[object] = []
+        with seeded_generators(fetch.seed):
+            try:
+                for part in fetch.parts():
+                    if fetch.seeds:
+                        torch.default_generator.manual_seed(part.seed)
+                        seed_numpy(part.seed)
+                    samples += read_samples(self._dataset, part.indices)
+            finally:
+                if saved is not None:
+                    torch.set_rng_state(saved)
+        return samples
+
+
+def _leave_with(rank_pid: int, _worker_id: int) -> None:
+    exit_with_rank(rank_pid)
+
+
+class _CheckedCollate:
+    """A ``collate`` that may not draw random numbers, because they would depend on the micro-batch."""
+
+    def __init__(self, collate: Callable[[list[object]], object]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[object]) -> object:
+        before = torch.get_rng_state()
+        with refusing_draws():
+            batch = self._collate(samples)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise draws_in_collate()
+        return batch
+
+
+class _Schedule:
+    """The fetches of one epoch; set before each epoch, so that loader processes are reused."""
+
+    def __init__(self) -> None:
+        self.fetches: Iterable[Fetch] = ()
+
+    def __iter__(self) -> Iterator[Fetch]:
+        return iter(self.fetches)
+
+
+class TorchReader:
+    """Reader of a map-style dataset.
+
+    Args:
+        dataset: Has ``__len__`` and ``__getitem__``; ``__getitems__`` and ``collate`` are used if defined.
+        data: The job's ``data`` section.
+        seed: Seed of augmentation.
+        placed: Device and memory format of batches.
+        task: Location of the task, whose module loader processes import; None: they import none.
+        collate: Joins samples into a batch, if the dataset has no ``collate``.
+        by_sample: Seed augmentation for each sample, instead of for each micro-batch.
+
+    Attributes:
+        dataset: The dataset of this process; loader processes have copies.
+
+    Raises:
+        UserError: The dataset has no length or no samples, or cannot be sent to loader processes.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        data: Data,
+        seed: int,
+        placed: Placement,
+        task: str | None = None,
+        collate: Callable[[list[object]], object] = default_collate,
+        *,
+        by_sample: bool = False,
+    ) -> None:
+        self._by_sample = by_sample
+        self._length = checked_length(dataset)
+        self.dataset = dataset
+        self._seed = seed
+        self._placed = placed
+        self._schedule = _Schedule()
+        self._pins = data.pin_memory and placed.device.type == "cuda"
+        workers = data.num_workers
+        if workers:
+            start_loader_server(__name__)
+        self._loader: DataLoader[Any] = DataLoader(
+            _SeededFetches(TaskModule(task), dataset),  # type: ignore[arg-type]
+            batch_sampler=self._schedule,  # type: ignore[arg-type]
+            collate_fn=_CheckedCollate(getattr(dataset, "collate", collate))
+            if by_sample
+            else getattr(dataset, "collate", collate),
+            num_workers=workers,
+            prefetch_factor=data.prefetch_batches if workers else None,
+            persistent_workers=workers > 0,
+            # Never fork a rank: see start_loader_server.
+            multiprocessing_context="forkserver" if workers else None,
+            worker_init_fn=partial(_leave_with, os.getpid()) if workers else None,
+            # Without loader processes, ``Placement.put`` pins batches: it excludes tensors on a GPU.
+            pin_memory=self._pins and workers > 0,
+            # Seeds of loader processes must not be drawn from the generator that dropout uses.
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._length
+
+    def first(self, num_samples: int = 1) -> object:
+        """Return a batch of the first samples, at most ``num_samples``, on the replica's device."""
+        return self.batches_of(range(min(num_samples, len(self))), [slice(None)])[0]
+
+    def batches_of(self, numbers: Sequence[int], parts: Sequence[slice]) -> list[object]:
+        """Return a batch of each part of some samples, which are read once, on the replica's device."""
+        samples = self._loader.dataset.__getitems__(Fetch(tuple(numbers), self._seed))  # type: ignore[attr-defined]
+        return [self._placed.put(self._loader.collate_fn(samples[part])) for part in parts]
+
+    def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
+        """Yield the collated batch of each micro-batch, on the replica's device."""
+        return timed(self._read(epoch, order, micro_batches))
+
+    def _read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
+        self._schedule.fetches = fetches(self._seed, epoch, order, micro_batches, by_sample=self._by_sample)
+        try:
+            batches = iter(self._loader)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"the dataset cannot be sent to loader processes: {error}",
+                hint="define its class and functions at the top of a module, or set data.num_workers: 0",
+            ) from error
+        pins = self._pins and not self._loader.num_workers
+        for batch in self._arriving(batches):
+            yield self._placed.put(batch, pin=pins)
+
+    def _arriving(self, batches: Iterator[object]) -> Iterator[object]:
+        try:
+            yield from batches
+        except RuntimeError as error:
+            if "pin" in str(error) and "cuda" in str(error).lower():
+                raise UserError(
+                    "loader processes give out data that is on a GPU already, which cannot be pinned",
+                    hint="set data.pin_memory: false, or data.num_workers: 0",
+                ) from error
+            raise
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Device of the tensors of a batch, and memory format of those with four dimensions (images)."""
+
+    device: torch.device
+    memory_format: torch.memory_format = torch.preserve_format
+
+    def put(self, batch: Any, *, pin: bool = False) -> Any:
+        """Return a batch with all its tensors on the device.
+
+        Lists, tuples, mappings and data classes are converted recursively. The method ``to`` of other
+        objects is called, if they have one; all other values are returned unchanged.
+
+        Args:
+            batch: The collated batch.
+            pin: Copy CPU tensors from page-locked memory, so that the copy is asynchronous.
+        """
+        if isinstance(batch, torch.Tensor):
+            source = batch.pin_memory() if pin and batch.device.type == "cpu" else batch
+            wanted = self.memory_format if batch.dim() == 4 else torch.preserve_format
+            return source.to(self.device, non_blocking=True, memory_format=wanted)
+        moves_itself = not isinstance(batch, dict | list | tuple | type)
+        if moves_itself and callable(move := getattr(batch, "to", None)):
+            return move(self.device)
+        return _mapped(batch, partial(self.put, pin=pin))
+
+
+def _same_class(batch: Any) -> Any:
+    """Return a copy of a mapping, which may be a dict whose ``__getattr__`` is its ``__getitem__``."""
+    try:
+        return copy(batch)
+    except (AttributeError, KeyError, TypeError):
+        made = dict.__new__(type(batch))
+        vars(made).update(vars(batch))
+        return made
+
+
+def _mapped(batch: Any, put: Callable[[Any], Any]) -> Any:
+    """Return a container with ``put`` applied to each member; other objects are returned unchanged."""
+    if type(batch) is dict:
+        return {key: put(value) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        members = map(put, batch)
+        return type(batch)(*members) if hasattr(batch, "_fields") else type(batch)(members)
+    if isinstance(batch, list):
+        same = copy(batch)  # retains its class and attributes
+        same[:] = map(put, batch)
+        return same
+    if isinstance(batch, MutableMapping):  # such as a UserDict, or a class derived from dict
+        moved = _same_class(batch)
+        moved.update({key: put(value) for key, value in batch.items()})
+        return moved
+    if is_dataclass(batch) and not isinstance(batch, type):
+        other: Any = copy(batch)
+        for field in fields(batch):
+            object.__setattr__(other, field.name, put(getattr(batch, field.name)))
+        return other
+    return batch

@@ -30,12 +30,11 @@ from typing import Any
 
 import psutil
 
-from horovod_train import __version__
-from horovod_train.checks.host_details import HostDetails, examine_host
-from horovod_train.checks.host_facts import HostFacts, describe_host
-from horovod_train.events.channel import ChannelReader
+from horovod_train.checks.hosts import HostDetails, HostFacts, describe_host, examine_host
+from horovod_train.events.file import ChannelReader
 from horovod_train.horovod.fingerprint import environment_fingerprint, printed_fingerprint
-from horovod_train.system.pids import cpu_wait_s, is_alive
+from horovod_train.system.processes import cpu_wait_s, is_alive
+from horovod_train.version import __version__
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
 RANK_VARIABLE = "HOROVOD_TRAIN_RANK_PID"

@@ -1,11 +1,20 @@
 """Hosts of a run: connections, actions on all hosts, monitoring, and cleanup.
 
 Actions on this machine run in this process; actions on other hosts run in an agent, over ssh.
+
+Detection of hosts that stop responding.
+
+Environment variables that bind the communication of ranks on a host to its network interface.
+
+Each library reads only its own variables, so that they are set for all of them.
+
+The ssh configuration of a run, and explanations of ssh errors.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -22,12 +31,179 @@ from typing import Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter
 
-from horovod_train import __version__
+from horovod_train.checks.hosts import HostFacts
+from horovod_train.config.launch import Ssh
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.hosts.agent import GREETING, HostActions, UnresponsiveRank
-from horovod_train.launch.hosts.host_watch import ping_hosts
-from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.hosts.ssh import CONNECT_TIMEOUT_S, explain, is_of_another_version, other_version
+from horovod_train.launch.hosts.hostlist import Chosen, Host
+from horovod_train.version import __version__
+
+PING_INTERVAL_S = 2.0
+
+
+def ping_hosts(
+    hosts: Sequence[RemoteHost], timeout_s: float, on_lost: Callable[[str, str], None], over: Event
+) -> None:
+    """Ping hosts until ``over`` is set, or until one is lost: abandon it, and call ``on_lost(name, reason)``.
+
+    A host is lost when its connection has ended, or after ``timeout_s`` without a response.
+    """
+    looked_s, stood_still_s = monotonic(), 0.0
+    while not over.wait(PING_INTERVAL_S):
+        now_s = monotonic()
+        if (gap_s := now_s - looked_s - PING_INTERVAL_S) > timeout_s / 2:
+            # This process was stopped, and received no responses. Ping all hosts before one counts as lost.
+            stood_still_s = gap_s
+            for host in hosts:
+                host.last_answer_s = now_s
+        looked_s = now_s
+        for host in hosts:
+            silent_s, is_disconnected = monotonic() - host.last_answer_s, host.is_disconnected
+            if is_disconnected or silent_s > timeout_s:
+                host.abandon()
+                on_lost(host.host.name, _why_lost(silent_s, stood_still_s, is_disconnected=is_disconnected))
+                return
+            host.submit(HostActions.ping)
+
+
+def _why_lost(silent_s: float, stood_still_s: float, *, is_disconnected: bool) -> str:
+    """Return why a host counts as lost; this process was stopped for ``stood_still_s`` before."""
+    if not is_disconnected:
+        return f"silent for {silent_s:.0f} s"
+    if stood_still_s:
+        return f"this launcher was stopped for {stood_still_s:.0f} s, and the host has ended its ranks"
+    return "its ssh connection ended"
+
+
+# Without a network, ranks would still listen on all addresses.
+_SHARED_MEMORY = {
+    "OMPI_MCA_btl": "^openib,tcp",
+    "I_MPI_FABRICS": "shm",
+    "FI_TCP_IFACE": "lo",
+    "UCX_NET_DEVICES": "lo",
+}
+
+
+def transport_variables(facts: HostFacts, interface: Chosen | None) -> dict[str, str]:
+    """Return the variables of ranks on one host.
+
+    Args:
+        facts: Facts about the host.
+        interface: Network interface towards other hosts; None: all ranks are on this host.
+    """
+    variables = {} if facts.reads_memory else without_reads_of_memory()
+    if interface is None:
+        return {**_SHARED_MEMORY, **variables}
+    variables |= {
+        "HOROVOD_GLOO_IFACE": interface.name,
+        "NCCL_SOCKET_IFNAME": interface.name,
+        "OMPI_MCA_btl_tcp_if_include": interface.name,
+        "FI_TCP_IFACE": interface.name,
+    }
+    if not facts.has_fabric:  # it includes the adapters of a fabric
+        variables["UCX_NET_DEVICES"] = interface.name
+    return variables
+
+
+def without_reads_of_memory() -> dict[str, str]:
+    """Return variables with which Open MPI 4 and 5 do not read the memory of other processes.
+
+    Otherwise, they would try it with each message, and print an error each time.
+    """
+    return {"OMPI_MCA_btl_vader_single_copy_mechanism": "none", "OMPI_MCA_smsc": "^cma"}
+
+
+CONNECT_TIMEOUT_S = 10
+SSH_FAILED = 255
+
+
+def ssh_config(ssh: Ssh) -> str:
+    """Return an ssh configuration: the options of the job, then the files of the user and of the system.
+
+    A broken connection is detected within 15 seconds. The user's settings apply to the check of host keys.
+    """
+    ssh_options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(CONNECT_TIMEOUT_S),
+        "ServerAliveInterval": "5",
+        "ServerAliveCountMax": "3",
+        **({"Port": str(ssh.port)} if ssh.port is not None else {}),
+        **({"User": ssh.user} if ssh.user is not None else {}),
+        **({"IdentityFile": ssh.identity_file, "IdentitiesOnly": "yes"} if ssh.identity_file else {}),
+    }
+    lines = [f"{name} {value}" for name, value in {**ssh_options, **ssh.options}.items()]
+    return "\n".join(["Host *", *lines, "Include ~/.ssh/config", "Include /etc/ssh/ssh_config", ""])
+
+
+def is_of_another_version(stderr: str) -> bool:
+    """Return whether an error of Python means that another version of this package is installed."""
+    # On the host, the module does not exist, or its parent is a plain module instead of a package.
+    return re.search(r"(No module named|not found on) '?horovod_train\.", stderr) is not None
+
+
+def other_version(host: str, version: str) -> LostError:
+    """Return the error for a host that has another version of this package."""
+    remote = version or "of another version"
+    return LostError(
+        f"{host}: horovod_train is {remote} on this host and {__version__} on the launching machine; "
+        "the two are "
+        "incompatible",
+        hint="install the same version on all hosts",
+        hosts=[host],
+    )
+
+
+def explain(host: str, code: int, stderr: str, python: str) -> LostError:
+    """Return the error for a Python program that could not be started on a host.
+
+    ``code`` is the exit code of ssh: 255 is an error of ssh, other codes are those of the program.
+    """
+    last = stderr.strip().splitlines()[-1] if stderr.strip() else f"exit code {code}"
+    for sign, what, fix in _SSH_MESSAGES if code == SSH_FAILED else _SHELL_MESSAGES:
+        if sign in stderr:
+            return LostError(
+                f"{host}: {what.format(host=host, python=python)} ({last})",
+                hint=fix.format(host=host, python=python),
+                hosts=[host],
+            )
+    where = "ssh failed" if code == SSH_FAILED else f"{python} -m horovod_train does not start"
+    return LostError(
+        f"{host}: {where}: {last}",
+        hint=f"try `ssh {host} {python} -m horovod_train --version`",
+        hosts=[host],
+    )
+
+
+_KEYS = "ssh-keyscan {host} >> ~/.ssh/known_hosts, after comparing its fingerprint"
+_NEW_KEYS = "if the host has a new key: ssh-keygen -R {host}; " + _KEYS
+_LET_IN = "ssh-copy-id {host}, or set launch.ssh.identity_file or launch.ssh.user"
+_ENVIRONMENT = (
+    "install the same environment at the same path there, or say where it is: "
+    "launch.host_settings.{host}.python"
+)
+# Text in the output of ssh, explanation, hint.
+_SSH_MESSAGES = (
+    ("IDENTIFICATION HAS CHANGED", "its host key is not the one known", _NEW_KEYS),
+    ("Host key verification failed", "its host key is not known", _KEYS),
+    ("UNPROTECTED PRIVATE KEY", "the key may be read by others, so ssh ignores it", "chmod 600 the key"),
+    ("Permission denied", "authentication failed", _LET_IN),
+    (
+        "Could not resolve hostname",
+        "unknown host name",
+        "correct it, or add it to DNS or /etc/hosts",
+    ),
+    ("Connection refused", "nothing listens there", "start sshd, or set launch.ssh.port"),
+    ("timed out", "it does not answer", "is it up? is a firewall in the way? `ping {host}`"),
+    ("No route to host", "it cannot be reached", "is it up? `ip route get {host}`"),
+    ("Network is unreachable", "no route to its network", "`ip route get {host}`"),
+)
+_SHELL_MESSAGES = (
+    ("No module named", "{python} has no horovod_train", _ENVIRONMENT),
+    ("not found", "there is no {python}", _ENVIRONMENT),
+    ("No such file", "there is no {python}", _ENVIRONMENT),
+    ("Permission denied", "{python} may not be executed", _ENVIRONMENT),
+)
+
 
 CALL_TIMEOUT_S = 25.0
 LOOK_TIMEOUT_S = 2.0

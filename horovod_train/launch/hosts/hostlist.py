@@ -1,4 +1,7 @@
-"""Host lists and hostfiles: the hosts of a job, and their numbers of ranks."""
+"""Host lists and hostfiles: the hosts of a job, and their numbers of ranks.
+
+Network interface of ranks on a host: the requested one, or that of ssh or of the route to other hosts.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from horovod_train.checks.host_facts import addresses_by_interface, source_towards
+from horovod_train.checks.hosts import HostFacts, addresses_by_interface, source_towards
 from horovod_train.config.launch import HostSettings, Launch
 from horovod_train.config.rules import LOCAL_HOSTS
-from horovod_train.errors import UserError
+from horovod_train.errors import LostError, UserError, did_you_mean
 
 # "node01", "node01:8" and "node01 slots=8": the formats of horovodrun, mpirun and the MPI operator.
 _HOSTFILE_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?((?:\s+[\w-]+\s*=\s*\d+)*)")
@@ -129,3 +132,56 @@ def parse_hosts(text: str, source: str, default_slots: int) -> list[str]:
 def as_argument(hosts: Sequence[Host]) -> str:
     """Return the hosts as an argument of ``-H`` of horovodrun and mpirun."""
     return ",".join(f"{host.name}:{host.num_ranks}" for host in hosts)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Network interface of a host: its name, its IPv4 address, and the reason for the choice."""
+
+    name: str
+    address: str
+    reason: str
+
+
+def choose(host: Host, wanted: str | None, description: HostFacts, others: Sequence[str]) -> Chosen:
+    """Return the network interface that ranks on a host use.
+
+    Args:
+        host: The host.
+        wanted: ``launch.network_interface`` of the job.
+        description: Result of ``HostActions.describe`` on the host.
+        others: Addresses at which other hosts were reached, to determine the route from this machine.
+
+    Raises:
+        LostError: The requested interface is not usable, or no interface could be determined.
+    """
+    usable = {name: found for name, found in description.addresses.items() if found}
+    requested = host.settings.network_interface or wanted
+    if requested is not None:
+        if requested not in usable:
+            listed = ", ".join(f"{name} ({found[0]})" for name, found in usable.items()) or "none"
+            raise LostError(
+                f"{host.name}: no network interface {requested!r} is up and has an IPv4 address; "
+                f"those that have: {listed}",
+                hint=did_you_mean(requested, usable) or _SET.format(host=host.name),
+                hosts=[host.name],
+            )
+        return Chosen(requested, usable[requested][0], "asked for")
+    candidates = [(way, f"the way to {other}") for other, way in description.ways.items()]
+    # On this machine, ``ssh_address`` belongs to the ssh session of the user.
+    if description.ssh_address and not host.is_local:
+        candidates.insert(0, (description.ssh_address, "ssh came in through it"))
+    elif host.is_local:
+        candidates += [(way, f"the way to {other}") for other in others if (way := source_towards(other))]
+    for address, reason in candidates:
+        for name, found in usable.items():
+            if address in found:
+                return Chosen(name, address, reason)
+    raise LostError(
+        f"{host.name}: cannot determine the network interface to the other hosts",
+        hint=_SET.format(host=host.name),
+        hosts=[host.name],
+    )
+
+
+_SET = "set launch.network_interface, or launch.host_settings.{host}.network_interface"

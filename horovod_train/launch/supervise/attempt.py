@@ -19,18 +19,30 @@ from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.agent import RUN_VARIABLE
 from horovod_train.launch.hosts.host_group import connect_all
 from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.hosts.secrets import Mask, read_secrets, too_short_to_hide, without_secrets
+from horovod_train.launch.hosts.staging import Mask, read_secrets, too_short_to_hide, without_secrets
 from horovod_train.launch.jobs import LOG_FILE, StateFile
-from horovod_train.launch.supervise.follow import Follower, Output, RunLog, ShowOnConsole
-from horovod_train.launch.supervise.frozen_ranks import watching_ranks
+from horovod_train.launch.supervise.follow import (
+    Follower,
+    Output,
+    RankLogs,
+    RunLog,
+    ShowOnConsole,
+    Stalls,
+    TargetFiles,
+    fetching_events,
+    target_paths,
+    watching_ranks,
+)
 from horovod_train.launch.supervise.outcome import Ended, Outcome, stopped_early
 from horovod_train.launch.supervise.preflight import prepare
-from horovod_train.launch.supervise.process import adopting_orphans, execute, guarded
-from horovod_train.launch.supervise.rank_events import fetching_events
-from horovod_train.launch.supervise.rank_logs import RankLogs
-from horovod_train.launch.supervise.signals import LEAVING, RunControl, interrupted_by_signals
-from horovod_train.launch.supervise.stalls import Stalls
-from horovod_train.launch.supervise.targets import TargetFiles, target_paths
+from horovod_train.launch.supervise.signals import (
+    LEAVING,
+    RunControl,
+    adopting_orphans,
+    execute,
+    guarded,
+    interrupted_by_signals,
+)
 from horovod_train.registry import SCRIPT
 from horovod_train.system.files import LogFile
 

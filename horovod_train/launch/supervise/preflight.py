@@ -6,21 +6,23 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from horovod_train.checks.consistency import CLOCK_HINT, clock_mismatch, fingerprint_mismatch
-from horovod_train.checks.host_facts import HostFacts
-from horovod_train.checks.hosts import shared_memory
+from horovod_train.checks.hosts import (
+    CLOCK_HINT,
+    HostFacts,
+    clock_mismatch,
+    fingerprint_mismatch,
+    shared_memory,
+)
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.agent import HostActions
-from horovod_train.launch.hosts.container import fingerprint_script, misfit
-from horovod_train.launch.hosts.host_group import HostConnection, HostGroup
-from horovod_train.launch.hosts.interfaces import Chosen, choose
-from horovod_train.launch.hosts.staging import folders_of, pack_code, stage_files
-from horovod_train.launch.hosts.transport import transport_variables
-from horovod_train.launch.mpi.start import mpi_of
+from horovod_train.launch.hosts.host_group import HostConnection, HostGroup, transport_variables
+from horovod_train.launch.hosts.hostlist import Chosen, choose
+from horovod_train.launch.hosts.staging import fingerprint_script, folders_of, misfit, pack_code, stage_files
+from horovod_train.launch.mpi import mpi_of
 
 ANSWERS_APART_S = 5.0
 # Variables of this environment with these prefixes are passed to ranks on other hosts.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from horovod_train.config.fields import Section
 from horovod_train.config.support import TrackerSupport
-from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun
+from horovod_train.telemetry.tracking import SummaryValues, TrackedRun
 
 COLUMNS = ("run", "step", "epochs", "name", "value")
 

@@ -12,9 +12,9 @@ from typing import Any
 from horovod_train.config.fields import Section
 from horovod_train.config.support import TrackerSupport
 from horovod_train.system.files import write_atomic
-from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, kind_of
+from horovod_train.telemetry.tracking import SummaryValues, TrackedRun, kind_of
 
-Entry = dict[str, Any]
+JsonLine = dict[str, Any]
 
 
 class Arguments(Section):
@@ -79,11 +79,11 @@ class JsonLines:
     def end(self) -> None:
         """Do nothing: each line was written and closed."""
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, entry: JsonLine) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def _retain(self, is_retained: Callable[[Entry], bool]) -> None:
+    def _retain(self, is_retained: Callable[[JsonLine], bool]) -> None:
         """Rewrite the file: all lines before the last start from step 0, and the retained ones after it."""
         if not self._path.exists():
             return
@@ -104,7 +104,7 @@ class JsonLines:
         if wanted != text:
             write_atomic(self._path, wanted, stat.S_IMODE(self._path.stat().st_mode))
 
-    def _is_start(self, entry: Entry) -> bool:
+    def _is_start(self, entry: JsonLine) -> bool:
         """Return whether a line is that of a start of this job."""
         job = entry.get("job")
         return "from_step" in entry and isinstance(job, dict) and job.get("name") == self._job
@@ -114,7 +114,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def entry_of(line: str) -> Entry | None:
+def entry_of(line: str) -> JsonLine | None:
     """Parse a line; None: it was not written completely."""
     try:
         entry = json.loads(line)

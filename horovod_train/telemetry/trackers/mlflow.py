@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 from zlib import crc32
 
 from horovod_train.config.fields import Section
-from horovod_train.config.flatten import flat
+from horovod_train.config.problems import flat
 from horovod_train.config.support import TrackerSupport
 from horovod_train.errors import UserError
-from horovod_train.system.optional import import_optional
-from horovod_train.telemetry.trackers.base import OneValuePerStep, SummaryValues, TrackedRun
+from horovod_train.system.machine import import_optional
+from horovod_train.telemetry.tracking import OneValuePerStep, SummaryValues, TrackedRun
 
 EXTRA = "pip install 'horovod_train[mlflow]'"
 FLUSH_S = 2.0

@@ -11,10 +11,10 @@ from time import time
 from types import ModuleType
 
 from horovod_train.config.fields import Section
-from horovod_train.config.flatten import flat
+from horovod_train.config.problems import flat
 from horovod_train.config.support import TrackerSupport
-from horovod_train.system.optional import import_optional
-from horovod_train.telemetry.trackers.base import SummaryValues, TrackedRun, kind_of
+from horovod_train.system.machine import import_optional
+from horovod_train.telemetry.tracking import SummaryValues, TrackedRun, kind_of
 
 VERSION = "brain.Event:2"
 HEAD_BYTES, CHECKSUM_BYTES = 12, 4  # of a TFRecord: length (8) and its checksum; checksum of the data

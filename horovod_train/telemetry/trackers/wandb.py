@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from horovod_train.config.fields import Section
-from horovod_train.config.flatten import flat
+from horovod_train.config.problems import flat
 from horovod_train.config.support import TrackerSupport
 from horovod_train.errors import UserError
-from horovod_train.system.optional import import_optional
-from horovod_train.telemetry.trackers.base import OneValuePerStep, SummaryValues, TrackedRun, kind_of
+from horovod_train.system.machine import import_optional
+from horovod_train.telemetry.tracking import OneValuePerStep, SummaryValues, TrackedRun, kind_of
 
 EXTRA = "pip install 'horovod_train[wandb]'"
 FILE_HEADER_BYTES, BLOCK_BYTES, RECORD_HEADER_BYTES = 7, 32 * 1024, 7

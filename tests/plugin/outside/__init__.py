@@ -7,17 +7,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from horovod_train.config.axes import Axes
-from horovod_train.config.batch import Batch, BatchSystem
 from horovod_train.config.fields import Count, ProgramOption, Section
-from horovod_train.config.memory import JobSizes, MemoryEstimate, estimate
 from horovod_train.config.support import (
+    Axes,
+    Batch,
+    BatchSystem,
     CodecSupport,
     FrameworkSupport,
+    JobSizes,
     LauncherSupport,
+    MemoryEstimate,
     Refused,
     StrategySupport,
     TrackerSupport,
+    estimate,
 )
 
 

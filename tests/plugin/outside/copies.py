@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.frameworks.torch.codecs import dense
+from horovod_train.frameworks.torch.codecs import base
 from horovod_train.frameworks.torch.codecs.base import Codec
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
@@ -18,5 +18,5 @@ def copies(mesh: Mesh, job: Job, *, copies: int = 1) -> Strategy:
 
 def rounded(*, to: str = "bf16") -> Codec:
     """Return a codec that rounds gradients."""
-    codec: Codec = getattr(dense, to)()
+    codec: Codec = getattr(base, to)()
     return codec

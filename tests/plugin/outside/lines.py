@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from horovod_train.telemetry.trackers.base import TrackedRun
+from horovod_train.telemetry.tracking import TrackedRun
 
 
 class Lines:

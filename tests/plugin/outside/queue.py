@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
-from horovod_train.launch.launchers.allocation import AllocationLauncher
-from horovod_train.launch.launchers.batch import SCRIPT, BatchLauncher, How, QueuedJob
-from horovod_train.launch.launchers.horovodrun import HorovodrunLauncher
+from horovod_train.launch.launchers.batch import SCRIPT, AllocationLauncher, BatchLauncher, How, QueuedJob
+from horovod_train.launch.launchers.hosts import HorovodrunLauncher
 from outside import Queue
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
-from horovod_train.config.duration import Duration, Interval
+from horovod_train.config.fields import Duration, Interval
 from horovod_train.lr.schedules import Position, Schedule
 
 

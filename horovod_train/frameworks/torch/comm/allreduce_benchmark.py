@@ -21,11 +21,10 @@ from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.launch import Launch
 from horovod_train.config.schema import Job
-from horovod_train.events.channel import channel_of
+from horovod_train.events.file import channel_of
 from horovod_train.events.types import AllreduceTime, BenchmarkDone, PairTime
 from horovod_train.events.wire import Reporter
-from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, tensor_communicator
-from horovod_train.frameworks.torch.comm.mpi import mpi
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, mpi, tensor_communicator
 from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.registry import EXAMPLE_TASK

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from horovod_train.checkpoint.arrays import Part
-from horovod_train.checkpoint.plain_weights import FIELD
+from horovod_train.checkpoint.inspect import FIELD
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.comm.buckets import to_local
-from horovod_train.frameworks.torch.state.local_tensors import (
+from horovod_train.frameworks.torch.state.local import (
     LocalTensor,
     OptimizedParameter,
+    to_local,
     whole_parameters,
 )
 

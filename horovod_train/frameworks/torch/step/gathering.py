@@ -25,7 +25,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from horovod_train.collectives.base import Communicator
-from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm.collectives import sum_over, tensor_communicator
 from horovod_train.frameworks.torch.strategies.base import Strategy

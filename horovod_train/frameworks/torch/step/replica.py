@@ -11,39 +11,47 @@ import torch
 from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Health, Train
-from horovod_train.data.planned_step import PlannedStep
-from horovod_train.data.shard import MicroBatch
+from horovod_train.data.shard import MicroBatch, PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import StepClock
-from horovod_train.frameworks.torch.sizes.flops import FlopCounter
-from horovod_train.frameworks.torch.state.local_model import ReplicaBase
+from horovod_train.frameworks.torch.sizes import FlopCounter
+from horovod_train.frameworks.torch.state.model import ReplicaBase, SavedState
 from horovod_train.frameworks.torch.state.optimizer import ScheduledArguments, set_rates
-from horovod_train.frameworks.torch.state.saved_state import SavedState
 from horovod_train.frameworks.torch.step import deferred
-from horovod_train.frameworks.torch.step.after_update import TaskAfterUpdate
-from horovod_train.frameworks.torch.step.averaged_buffers import AveragedBuffers
-from horovod_train.frameworks.torch.step.averaged_weights import AveragedWeights, Averaging
-from horovod_train.frameworks.torch.step.deferred import Number, Outcome, Packed, pack
-from horovod_train.frameworks.torch.step.device_clock import CudaTimer, DeviceClock, HostTimer
+from horovod_train.frameworks.torch.step.averages import (
+    AveragedBuffers,
+    AveragedWeights,
+    Averaging,
+    RunningStatistics,
+)
+from horovod_train.frameworks.torch.step.deferred import (
+    CudaTimer,
+    DeviceClock,
+    HostTimer,
+    NoiseMeter,
+    Number,
+    Outcome,
+    Packed,
+    pack,
+)
 from horovod_train.frameworks.torch.step.gathering import Gathering
-from horovod_train.frameworks.torch.step.gradient_watch import GradientWatch
 from horovod_train.frameworks.torch.step.graphs import Recorder, StepGraphs, rate_of_graphs
-from horovod_train.frameworks.torch.step.loss import StepLoss
-from horovod_train.frameworks.torch.step.noise import NoiseMeter
-from horovod_train.frameworks.torch.step.random_functions import draws_of
-from horovod_train.frameworks.torch.step.statistics import RunningStatistics
+from horovod_train.frameworks.torch.step.random import draws_of
 from horovod_train.frameworks.torch.step.update import (
     DeviceScaler,
+    StepLoss,
+    TaskAfterUpdate,
     Update,
     Updated,
     UpdateOnDevice,
     UpdateOnHost,
     can_be_masked,
 )
+from horovod_train.frameworks.torch.step.watches import GradientWatch
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.task import TorchTask, is_sum_and_count
-from horovod_train.frameworks.torch.verify.equality import Equality
-from horovod_train.frameworks.torch.verify.first_steps import FirstSteps
+from horovod_train.frameworks.torch.verify.one_process import Equality
+from horovod_train.frameworks.torch.verify.verification import FirstSteps
 
 log = logging.getLogger(__name__)
 

@@ -14,46 +14,263 @@ All passes run as in training, except that random numbers are constants. After e
 random generators and the state in Python are as before. Weights that a pass has written are compared, too.
 Of a gradient, only a random projection is kept, whose length is that of the gradient within about 5 %
 (Johnson and Lindenstrauss, 1984): a copy would need memory.
+
+Compare tensors of several ranks by a sum of their bits, on any device.
+
+Decides whether ranks have memory for comparisons.
+
+The plain model with which the first steps are compared has whole weights, gradients and optimizer state. A
+job that shards its model because it does not fit on one device must not fail because of a comparison.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import resource
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from horovod_train.collectives.base import allgather_json, any_rank
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Communicator, Mesh, allgather_json, any_rank
 from horovod_train.config.schema import Job
-from horovod_train.data.planned_step import PlannedStep
-from horovod_train.data.shard import MicroBatch, StepShare
-from horovod_train.errors import UserError, result_of
+from horovod_train.data.shard import MicroBatch, PlannedStep, StepShare
+from horovod_train.errors import UserError, describe_ranks, result_of
 from horovod_train.frameworks.torch.comm.sync_batch_norm import SyncBatchNormMixin
-from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.state.local import LocalTensor
+from horovod_train.frameworks.torch.step.averages import RunningStatistics
 from horovod_train.frameworks.torch.step.gathering import active
-from horovod_train.frameworks.torch.verify.projections import (
+from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.task import TorchReader
+from horovod_train.frameworks.torch.verify.untouched import (
     NUM_COMPONENTS,
     Gradient,
+    Untouched,
+    names_read,
     projected,
+    traceless,
     weighted_sum,
 )
-from horovod_train.frameworks.torch.verify.room import has_room_for_samples
-from horovod_train.frameworks.torch.verify.untouched import Untouched, names_read, traceless
 from horovod_train.frameworks.torch.verify.verification import (
     GPU_LIMIT,
     GRADIENT_LIMITS,
     LOOSEST,
     NUM_ROUNDINGS,
 )
+from horovod_train.system.machine import usable_memory_bytes
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Equality:
+    """Checks that copies of weights and buffers on several ranks are equal.
+
+    Args:
+        model: The model.
+        strategy: Provides this rank's shard of the model.
+        statistics: Running statistics of normalization layers, which differ between ranks in training.
+        data_ranks: Communicator of the data-parallel ranks.
+        all_ranks: Communicator of all ranks.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        strategy: Strategy,
+        statistics: RunningStatistics,
+        data_ranks: Communicator,
+        all_ranks: Communicator,
+    ) -> None:
+        self._model, self._strategy, self._statistics = model, strategy, statistics
+        self._data_ranks, self._all_ranks = data_ranks, all_ranks
+
+    def _weights(self) -> set[str]:
+        return {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+
+    @torch.no_grad()
+    def sync_buffers(self) -> None:
+        """Average running statistics over ranks; raise ``UserError`` if other buffers differ. Collective."""
+        if self._all_ranks.size == 1:
+            return
+        for buffer in self._statistics.buffers if self._data_ranks.size > 1 else ():
+            mine = (buffer.detach().double().flatten() / self._data_ranks.size).tolist()
+            mean = torch.tensor(self._data_ranks.allreduce_sum(mine), dtype=torch.float64)
+            buffer.copy_(mean.view(buffer.shape))
+        check_buffers(self._all_ranks, self._strategy.local_tensors(), self._weights())
+
+    def check(self) -> None:
+        """Raise ``UserError`` if weights or buffers differ after the first step. Collective."""
+        if self._all_ranks.size == 1 or not self._strategy.replicas_identical:
+            return
+        averaged = {id(buffer) for buffer in self._statistics.buffers}
+        named = self._model.named_buffers(remove_duplicate=False)
+        own = {name for name, buffer in named if id(buffer) in averaged}
+        local_tensors = {
+            name: each for name, each in self._strategy.local_tensors().items() if name not in own
+        }
+        check_weights(self._all_ranks, local_tensors, self._weights())
+        check_buffers(self._all_ranks, local_tensors, self._weights())
+
+
+def check_weights(
+    world: Communicator, local_tensors: Mapping[str, LocalTensor], names: Collection[str]
+) -> None:
+    """Raise ``UserError`` if a weight differs between ranks; ``names`` are all weights. Collective."""
+    if (
+        found := _first_difference(
+            world, {name: local_tensors[name] for name in local_tensors if name in names}
+        )
+    ) is not None:
+        name, ranks = found
+        raise UserError(
+            f"the weight {name!r} differs between ranks after the first step: {ranks}",
+            hint="weights must change by the optimizer, or in the same way on all ranks: a forward pass that "
+            "changes them in place does so for this rank's samples alone (Embedding(max_norm=...))",
+        )
+
+
+def check_buffers(
+    world: Communicator, local_tensors: Mapping[str, LocalTensor], weights: Collection[str]
+) -> None:
+    """Raise ``UserError`` if a buffer differs between ranks. Collective.
+
+    A checkpoint contains one copy of a buffer, so a resumed run would lose the other values.
+    ``local_tensors`` contains weights and saved buffers; ``weights`` contains the names of all weights.
+    """
+    if (
+        found := _first_difference(
+            world, {name: local_tensors[name] for name in local_tensors if name not in weights}
+        )
+    ) is not None:
+        name, ranks = found
+        raise UserError(
+            f"the buffer {name!r} differs between ranks: {ranks}; passes change it by the rank's own samples",
+            hint="name it in train.average_buffers, if a mean over ranks is what one process would have; "
+            "make it with persistent=False, if it is this rank's own; or do not let it depend on samples",
+        )
+
+
+def _first_difference(
+    world: Communicator, local_tensors: Mapping[str, LocalTensor]
+) -> tuple[str, str] | None:
+    """Return the name of the first tensor that differs between ranks, and a text with two such ranks."""
+    mine = {
+        _key(name, each): value
+        for (name, each), value in zip(local_tensors.items(), _sums(local_tensors), strict=True)
+    }
+    everyone: list[dict[str, object]] = allgather_json(world, mine)
+    first: dict[str, tuple[int, object]] = {}
+    for rank, of_rank in enumerate(everyone):
+        for key, value in of_rank.items():
+            owner, expected = first.setdefault(key, (rank, value))
+            if value != expected:
+                return key.partition("\0")[0], f"{describe_ranks([rank])} against {describe_ranks([owner])}"
+    return None
+
+
+def _key(name: str, local: LocalTensor) -> str:
+    return name if local.part is None else f"{name}\0{local.part.start}"
+
+
+def _sums(local_tensors: Mapping[str, LocalTensor]) -> list[object]:
+    """Return shape, dtype and bit sum of each tensor. An integer sum depends on no rounding or order."""
+    tensors = [each.tensor.detach() for each in local_tensors.values()]
+    sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors]
+    numbers = torch.stack([each.cpu() for each in sums]).tolist() if sums else []
+    return [
+        [list(tensor.shape), str(tensor.dtype), number]
+        for tensor, number in zip(tensors, numbers, strict=True)
+    ]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    return flat.view(torch.int8) if flat.dtype == torch.bool else flat.view(INTEGERS[flat.element_size()])
+
 
 log = logging.getLogger(__name__)
+
+COPIES = 4
+"""Memory of the plain model in multiples of its weights: gradients, and two tensors of Adam's state."""
+
+
+def has_room(model: torch.nn.Module, strategy: Strategy, device: torch.device, world: Communicator) -> bool:
+    """Return whether all ranks have memory for the plain model; if not, log why. Collective.
+
+    The job itself has not allocated its gradients, optimizer state and activations yet. They are taken to
+    need as much as its part of the plain model, and once its weights for activations and gathered layers.
+    """
+    weights_bytes = _weights_bytes(model, strategy)
+    needed_bytes = COPIES * weights_bytes * (1 + 1 / world.size) + weights_bytes
+    least = least_free_bytes(device, world)
+    if least < needed_bytes and world.rank == 0:
+        log.warning(
+            "the first steps are not compared with the plain model: a rank would need about %.1f GiB for it "
+            "and for the job, and %.1f GiB are free",
+            needed_bytes / 2**30,
+            least / 2**30,
+        )
+    return least >= needed_bytes
+
+
+def has_room_for_samples(factor: float, device: torch.device, world: Communicator) -> bool:
+    """Return whether all ranks have memory for ``factor`` times what steps have needed so far. Collective.
+
+    Args:
+        factor: Number of samples, in multiples of a micro-batch.
+        device: Device of the model.
+        world: All ranks.
+    """
+    if device.type == "cuda":
+        of_steps = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    else:
+        largest_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        of_steps = max(0, largest_bytes - psutil.Process().memory_info().rss)
+    least = least_free_bytes(device, world)
+    return not any_rank(world, flag=factor * of_steps > least)
+
+
+def least_free_bytes(device: torch.device, world: Communicator) -> float:
+    """Return the memory that each rank can still allocate on its device. Collective."""
+    everyone = allgather_json(world, [world.host, free_bytes(device), usable_memory_bytes()])
+    num_on_host = Counter(host for host, _, _ in everyone)
+    is_on_host = device.type == "cpu"
+    return min(
+        min(own, of_host / num_on_host[host]) if is_on_host else own for host, own, of_host in everyone
+    )
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return the memory that this process can still allocate on its device, within its own limits."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
+    used = psutil.Process().memory_info()
+    limits = [
+        resource.getrlimit(kind)[0] - now
+        for kind, now in ((resource.RLIMIT_DATA, used.data), (resource.RLIMIT_AS, used.vms))
+        if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY
+    ]
+    return float(min(limits, default=usable_memory_bytes()))
+
+
+def _weights_bytes(model: torch.nn.Module, strategy: Strategy) -> int:
+    """Return the size of the whole model; DeepSpeed's parameters may be empty on a rank."""
+    parameters = list(model.parameters())
+    largest = max((each.element_size() for each in parameters), default=4)
+    return max(
+        sum(each.numel() * each.element_size() for each in parameters), strategy.num_parameters() * largest
+    )
+
 
 CHANGE = "the change in forward of "
 

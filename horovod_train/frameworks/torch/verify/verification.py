@@ -12,31 +12,161 @@ micro-batches and the same random state. Each step is compared twice:
 Python state (a counter, a temperature, a generator) may affect later steps only. If the task or the model
 changes such state, more steps are compared. Afterwards, the reference is deleted. An exception of the plain
 model is an error of the task. An exception under only the strategy is a refusal of the strategy.
+
+Copy a task for the steps of the reference model during verification.
+
+The copy has its own state, except shared state: class attributes, module variables, and variables captured by
+closures. A change of shared state is refused, because the loss is called twice and would change it twice.
+
+Checks of a replica, its optimizer and its strategy in the first steps.
+
+Checks that a model can be trained and saved, before training starts.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from horovod_train.checkpoint.arrays import Part
+from horovod_train.checkpoint.arrays import DTYPE_CODES, METADATA, Part, ReplicaState
 from horovod_train.collectives.base import Communicator, allgather_json, any_rank
 from horovod_train.config.schema import Job
-from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import PlannedStep
 from horovod_train.errors import UserError, describe_ranks, result_of, translated
 from horovod_train.frameworks.base import StepClock
-from horovod_train.frameworks.torch.comm.collectives import broadcast_model, tensor_communicator
-from horovod_train.frameworks.torch.comm.exchange import wide_type
-from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state
-from horovod_train.frameworks.torch.state.local_tensors import optimizer_tensors
-from horovod_train.frameworks.torch.verify.task_copy import SharedState, counter_state
+from horovod_train.frameworks.torch.comm.collectives import broadcast_model, tensor_communicator, wide_type
+from horovod_train.frameworks.torch.state.local import optimizer_tensors
+from horovod_train.frameworks.torch.state.rank_state import load_rng_state, python_state, rng_state
+from horovod_train.frameworks.torch.step.gradient_hooks import has_hooks, num_hooks
+
+LARGE_BYTES = 2**28
+"""Larger tensors and arrays are shared between a task and its copy, like datasets."""
+MAX_COUNTERS = 64
+"""Largest number of elements of an integer buffer that is treated as a counter."""
+COPIED = (
+    MutableMapping, MutableSequence, MutableSet, dict, list, tuple, str, bytes, set, frozenset,
+    torch.nn.Module, torch.Tensor, np.ndarray,
+)  # fmt: skip
+"""Types with a length and members that are not datasets."""
+DATA = (bool, int, float, complex, *COPIED)
+OF_A_LIBRARY = ("torch", "numpy", "builtins", "horovod_train", "horovod", "collections")
+
+
+def copy_of_task(task: Any) -> Any:
+    """Copy a task; datasets, large arrays, and objects that cannot be copied (files, modules) are shared."""
+    own = copy.copy(task)
+    memo: dict[int, Any] = {}
+    if hasattr(own, "__dict__"):
+        vars(own).update({name: copy_of_value(value, memo) for name, value in vars(task).items()})
+    return own
+
+
+def copy_of_value(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a task's attribute, or the attribute itself if it is large or cannot be copied.
+
+    Args:
+        value: The attribute.
+        memo: Objects that were copied (see ``copy.deepcopy``), so that copies share objects like attributes.
+    """
+    if isinstance(value, type | ModuleType | FunctionType | io.IOBase) or _is_large(value):
+        return value
+    is_dataset = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, COPIED)
+    if is_dataset:
+        return value
+    copied, problem = result_of(lambda: copy.deepcopy(value, memo))
+    return copied if problem is None else _attribute_by_attribute(value, memo)
+
+
+def _attribute_by_attribute(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy an object with a member that cannot be copied, such as a file, which is shared."""
+    if not hasattr(value, "__dict__") or isinstance(value, torch.nn.Module | MethodType):
+        return value
+    own, problem = result_of(lambda: copy.copy(value))
+    if problem is not None:
+        return value
+    memo[id(value)] = own
+    vars(own).update({name: copy_of_value(each, memo) for name, each in vars(value).items()})
+    return own
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray) and value.nbytes > LARGE_BYTES
+
+
+def generators_of(task: Any) -> list[str]:
+    """Return the names of a task's attributes that are generators, whose position cannot be copied."""
+    return [name for name, value in vars(task).items() if isinstance(value, GeneratorType)]
+
+
+def counter_state(task: Any, model: torch.nn.Module) -> object:
+    """Return the Python state of a task and a model and the model's integer buffers, for comparison."""
+    counters = [
+        buffer.tolist()
+        for name, buffer in model.named_buffers()
+        if not (buffer.is_floating_point() or buffer.is_complex() or name.endswith("num_batches_tracked"))
+        and buffer.numel() <= MAX_COUNTERS
+    ]
+    return python_state(task, model), counters
+
+
+class SharedState:
+    """State that a task and its copy share, and that a call of the copy must not change."""
+
+    def __init__(self, task: Any, model: torch.nn.Module) -> None:
+        self._task = task
+        classes = [type(task), *(type(module) for module in model.modules())]
+        own = {each for found in classes for each in found.__mro__ if not _is_of_a_library(each.__module__)}
+        self._classes = sorted(own, key=lambda each: (each.__module__, each.__qualname__))
+        names = {each.__module__ for each in self._classes}
+        self._modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+        self._before: dict[str, str] = {}
+
+    def remember(self) -> None:
+        """Record the current state."""
+        self._before = dict(self._states())
+
+    def check(self) -> None:
+        """Raise ``UserError`` with the first attribute or variable that has changed since ``remember``."""
+        for name, state in self._states():
+            if self._before.get(name, state) != state:
+                raise UserError(
+                    f"the task's loss, or its model, changes {name} when it is called, and the comparison of "
+                    "the first steps with the plain model has to call it twice",
+                    hint="keep it in an attribute of the task or the model (self.x), or set "
+                    "health.verify_strategy: false",
+                )
+
+    def _states(self) -> Iterator[tuple[str, str]]:
+        for name, value in vars(self._task).items():
+            yield f"self.{name}", python_state(value)
+        for owner in self._classes:
+            for name, value in vars(owner).items():
+                if not name.startswith("__") and isinstance(value, DATA):
+                    yield f"{owner.__qualname__}.{name}", python_state(value)
+        for module in self._modules:
+            for name, value in vars(module).items():
+                is_own = getattr(type(value), "__module__", "") == module.__name__
+                if not name.startswith("__") and (isinstance(value, DATA) or is_own):
+                    yield f"{module.__name__}.{name}", python_state(value)
+                if isinstance(value, FunctionType) and vars(value):
+                    yield f"{module.__name__}.{name}", python_state(vars(value))
+
+
+def _is_of_a_library(module: str) -> bool:
+    return module.partition(".")[0] in OF_A_LIBRARY
+
 
 log = logging.getLogger(__name__)
 
@@ -423,3 +553,133 @@ def _difference_at(what: str, found: torch.Tensor, wanted: torch.Tensor, stage: 
 
 def _presence(tensor: torch.Tensor | None) -> str:
     return "absent" if tensor is None else f"of norm {float(tensor.norm()):.9g}"
+
+
+class FirstSteps:
+    """Checks of a replica's first steps.
+
+    Args:
+        checks: Functions that are called once, after the first step.
+
+    Attributes:
+        verifier: Compares the first steps with those of the plain model; None: disabled or finished.
+    """
+
+    def __init__(self, checks: Sequence[Callable[[], None]]) -> None:
+        self._checks = list(checks)
+        self.verifier: StrategyVerifier | None = None
+
+    @contextmanager
+    def checked(self, step: PlannedStep) -> Iterator[PlannedStep]:
+        """Yield the step that the block must perform, and check it afterwards.
+
+        Raises:
+            UserError: The strategy does not train like the plain model, or ranks differ.
+        """
+        if self.verifier is None:
+            yield step
+        else:
+            with self.verifier.compared(step) as same:
+                yield same
+            if self.verifier.is_done:
+                self.verifier = None
+        while self._checks:
+            self._checks.pop(0)()
+
+    def after_reduce(self, loss: torch.Tensor) -> None:
+        """Compare gradients, and the loss of the step over all ranks, shape [], with the plain model."""
+        if self.verifier is not None:
+            self.verifier.compare_gradients(loss)
+
+    def after_update(self, lr: float, *, want_norm: bool) -> None:
+        """Compare weights, buffers and optimizer state with the plain model."""
+        if self.verifier is not None:
+            self.verifier.compare_update(lr, want_norm=want_norm)
+
+    def set_arguments(self, values: Mapping[str, float]) -> None:
+        """Set arguments of the plain model's optimizer."""
+        if self.verifier is not None:
+            self.verifier.reference.set_arguments(values)
+
+    def broadcast(self) -> None:
+        """Broadcast rank 0's weights to the plain models of all ranks."""
+        if self.verifier is not None:
+            self.verifier.broadcast()
+
+    def load_state(self, state: ReplicaState) -> None:
+        """Load a state into the plain model."""
+        if self.verifier is not None:
+            self.verifier.reference.load_state(state)
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise ``UserError`` with the first weight or buffer of a model that a checkpoint cannot contain."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter | UninitializedBuffer):
+            raise UserError(
+                f"the parameter {name!r} has no shape yet: it is of a lazy module",
+                hint="call the model with a batch in the task's model(), before it is returned",
+            )
+    for name, value in model.state_dict(keep_vars=True).items():
+        _check_value(name, value)
+
+
+def _check_value(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise UserError(
+            f"the model's state has {name!r}, which is a {type(value).__name__}: a checkpoint holds tensors",
+            hint="let get_extra_state() return a tensor, or keep the state in a buffer",
+        )
+    if name == METADATA:
+        raise UserError(
+            f"the name {name!r} is one that safetensors files keep for themselves",
+            hint="give the parameter or buffer another name",
+        )
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_CODES:
+        raise UserError(
+            f"{name!r} is of type {dtype}, which a checkpoint cannot hold",
+            hint="use complex64 for complex128"
+            if dtype == "complex128"
+            else f"types are {', '.join(DTYPE_CODES)}",
+        )
+    if value.layout != torch.strided:
+        layout = str(value.layout).removeprefix("torch.")
+        raise UserError(
+            f"{name!r} is a sparse tensor ({layout}), which ranks cannot compare and a checkpoint "
+            "cannot hold",
+            hint="keep its indices and values as two buffers, and make the sparse tensor in forward()",
+        )
+
+
+def refuse_hooks_of_parameters(
+    model: torch.nn.Module, strategy: str, *, are_parameters_replaced: bool = False
+) -> None:
+    """Raise ``UserError`` with the first parameter that has a hook of its gradient.
+
+    If the strategy replaces parameters, hooks that only observe gradients are refused, too.
+    """
+    for name, parameter in model.named_parameters():
+        if num_hooks(parameter) if are_parameters_replaced else has_hooks(parameter):
+            raise UserError(
+                f"strategy {strategy}: {name!r} has a hook of its gradient, which needs the whole gradient, "
+                "but a rank has only a part of it",
+                hint="use strategy: allreduce, ddp or fsdp",
+            )
+
+
+def refuse_repeated_parameters(model: torch.nn.Module, groups: Sequence[object]) -> None:
+    """Refuse groups of a task in which a parameter occurs twice."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: set[int] = set()
+    for group in groups:
+        if not isinstance(group, dict) or isinstance(group.get("params", ()), torch.Tensor):
+            continue
+        group["params"] = list(group.get("params", ()))  # an iterator could be read only once
+        for parameter in group["params"]:
+            if id(parameter) in seen:
+                raise UserError(
+                    f"param_groups(model) returns {names.get(id(parameter), 'a parameter')!r} twice",
+                    hint="let each parameter be in one group",
+                )
+            seen.add(id(parameter))

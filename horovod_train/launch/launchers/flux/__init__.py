@@ -6,9 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from horovod_train.config.batch import Batch, BatchSystem
 from horovod_train.config.fields import ProgramOption
-from horovod_train.config.support import LauncherSupport
+from horovod_train.config.support import Batch, BatchSystem, LauncherSupport
 
 
 class Flux(Batch):

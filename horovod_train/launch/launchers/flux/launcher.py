@@ -22,13 +22,18 @@ from pathlib import Path
 
 from horovod_train.config.fields import words_of
 from horovod_train.errors import LaunchError
-from horovod_train.launch.base import LaunchPlan, LaunchRequest
-from horovod_train.launch.commands import call
+from horovod_train.launch.base import LaunchPlan, LaunchRequest, call
 from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.launchers.allocation import AllocationLauncher
-from horovod_train.launch.launchers.batch import SCRIPT, BatchLauncher, BatchState, How, QueuedJob
+from horovod_train.launch.launchers.batch import (
+    SCRIPT,
+    AllocationLauncher,
+    BatchLauncher,
+    BatchState,
+    How,
+    QueuedJob,
+)
 from horovod_train.launch.launchers.flux import Flux
-from horovod_train.launch.mpi.start import mpi_of, start_of
+from horovod_train.launch.mpi import mpi_of, start_of
 
 SLOTS = "HOROVOD_TRAIN_FLUX_SLOTS"
 """Variable in the script: ranks on each node."""

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, StringConstraints
 
-from horovod_train.config.batch import Batch, BatchSystem
 from horovod_train.config.fields import OneLine
-from horovod_train.config.support import LauncherSupport
+from horovod_train.config.support import Batch, BatchSystem, LauncherSupport
 from horovod_train.errors import Problem
 
 if TYPE_CHECKING:

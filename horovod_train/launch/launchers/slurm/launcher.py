@@ -1,16 +1,42 @@
-"""Launcher of jobs in Slurm."""
+"""Launcher of jobs in Slurm.
+
+Launcher that starts ranks on the nodes of this process's Slurm allocation (``sbatch`` or ``salloc``).
+
+controller: mpi     mpirun, which starts its daemons through Slurm, or srun --mpi (launch.slurm.mpi)
+controller: gloo    srun, with a Slurm task for each rank
+
+srun, which starts the ranks of an MPI library as Slurm tasks, without a process manager of MPI.
+
+=============  ==================================================================================
+hosts, slots   those of the allocation
+environment    passed to all ranks; each host also has the environment file of the run
+binding        ``--cpu-bind=none``: ranks bind themselves (``launch.cpu_binding``)
+output         ``--label``: ``RANK: ``
+stdin          rank 0's; the launcher's is /dev/null
+signals        the agents of the hosts deliver them
+daemons        slurmstepd, which Slurm ends
+interface      ``--mpi``: an interface that both Slurm (``srun --mpi=list``) and the MPI library support
+=============  ==================================================================================
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from horovod_train.errors import LaunchError
-from horovod_train.launch.base import LaunchRequest
-from horovod_train.launch.launchers.batch import SCRIPT, BatchLauncher, How, QueuedJob
+from horovod_train.horovod.mpi import Mpi
+from horovod_train.horovod.toolchain import programs_path
+from horovod_train.launch.base import LaunchPlan, LaunchRequest, call, find_program
+from horovod_train.launch.hosts.hostlist import Host
+from horovod_train.launch.launchers.batch import SCRIPT, AllocationLauncher, BatchLauncher, How, QueuedJob
 from horovod_train.launch.launchers.slurm import Slurm
+from horovod_train.launch.mpi import LABEL, ON_A_NODE, Start, mpi_of, start_of, with_environment
 
 MAX_ID_CHARS, MAX_PATH_CHARS = 32, 4096
 
@@ -87,3 +113,132 @@ class SlurmLauncher(BatchLauncher):
     def put_back(self, native_id: str, request: LaunchRequest) -> None:
         """Requeue a job; Slurm terminates this process shortly after."""
         self.call("scontrol", "requeue", native_id)
+
+
+AUTOMATIC = {"auto", "srun"}
+"""Values of ``launch.slurm.mpi`` for which the interface is chosen here."""
+
+
+def start(mpi: Mpi, request: LaunchRequest) -> Start:
+    """Return a start by srun in an allocation.
+
+    Raises:
+        LaunchError: Slurm and the MPI library have no interface in common.
+    """
+    wanted = request.job.launch.settings(Slurm).mpi
+    interface = choose(mpi, offered()) if wanted in AUTOMATIC else wanted
+    argv = [
+        *(program(), f"--mpi={interface}", "--label", "--kill-on-bad-exit=1"),
+        *(f"--ntasks={request.num_ranks}", f"--nodes={len(request.hosts)}", "--cpu-bind=none"),
+    ]
+    return Start(argv, tag=LABEL)
+
+
+def program() -> str:
+    """Return the path of srun."""
+    return find_program("srun", hint=ON_A_NODE)
+
+
+def choose(mpi: Mpi, plugins: list[str]) -> str:
+    """Return the first interface of an MPI library that Slurm has a plugin for.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    for interface in mpi.interfaces:
+        if interface in plugins:
+            return interface
+    raise LaunchError(
+        f"{mpi} supports the interfaces {', '.join(mpi.interfaces) or '(unknown)'}, and `srun --mpi=list` "
+        f"prints {', '.join(plugins) or 'none'}",
+        hint="use launch.slurm.mpi: mpirun, or an MPI library that was built for this Slurm",
+    )
+
+
+def offered() -> list[str]:
+    """Return the plugins that ``srun --mpi=list`` prints.
+
+    Raises:
+        LaunchError: srun is not installed, does not respond, or fails.
+    """
+    # Old versions of Slurm print them to standard error.
+    return plugins_in(call(program(), "--mpi=list", hint="check slurmctld", with_errors=True))
+
+
+def plugins_in(text: str) -> list[str]:
+    r"""Return the plugins in the output of ``srun --mpi=list``, of old and current versions of Slurm.
+
+    >>> plugins_in("MPI plugin types are...\n\tpmix\n\tnone\nspecific pmix plugin versions: pmix_v4\n")
+    ['pmix', 'none', 'pmix_v4']
+    >>> plugins_in("srun: MPI types are...\nsrun: pmi2\nsrun: none\n")
+    ['pmi2', 'none']
+    """
+    found = re.findall(r"^(?:srun: |\s+)?(\w+)\s*$", text, re.MULTILINE)
+    for listed in re.findall(r"versions?[^:\n]*: *([\w, ]+)$", text, re.MULTILINE):
+        found += re.findall(r"\w+", listed)
+    return list(dict.fromkeys(found))
+
+
+class SlurmAllocationLauncher(AllocationLauncher):
+    """Launcher that starts ranks in a Slurm allocation. Slurm sends SIGUSR1 before its time limit."""
+
+    batch = SlurmLauncher
+
+    def hosts(self, environ: Mapping[str, str]) -> list[str]:
+        """Return the nodes of the allocation as ``host:slots``.
+
+        Raises:
+            LaunchError: This process has no allocation, or is in a step on some of its nodes.
+        """
+        if "SLURM_JOB_NODELIST" not in environ:
+            raise self.no_allocation()
+        listed = call("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])
+        slots = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1"))
+        if len(listed.split()) != len(slots):
+            raise LaunchError(
+                f"this process is in a step on {len(slots)} of the {len(listed.split())} nodes of its "
+                "allocation",
+                hint="start the job from salloc or the batch script itself, and not inside srun",
+            )
+        return [f"{name}:{n}" for name, n in zip(listed.split(), slots, strict=True)]
+
+    def shell(self, request: LaunchRequest, host: Host) -> list[str]:
+        """Return the command prefix that runs a command on a node, in an overlapping step."""
+        return [
+            *("srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--quiet"),
+            *("/bin/sh", "-c"),
+        ]
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """Return the plan."""
+        if request.job.launch.controller == "mpi":
+            return start_in_allocation(mpi_of(request), request).plan(request)
+        placed = [f"{host.name}:{host.num_ranks}" for host in request.hosts]
+        return LaunchPlan(
+            (
+                *(sys.executable, "-P", "-m", "horovod_train.horovod.rendezvous", ",".join(placed)),
+                *(request.own_interface or "-", program(), "--label", "--kill-on-bad-exit=1"),
+                *(f"--ntasks={request.num_ranks}", f"--nodes={len(placed)}", request.rank_command),
+            ),
+            {"PATH": programs_path()},
+            tag=LABEL,
+        )
+
+
+def start_in_allocation(mpi: Mpi, request: LaunchRequest) -> Start:
+    """Return the start of ranks of the MPI controller, by mpirun or by srun (``launch.slurm.mpi``)."""
+    wanted = request.job.launch.settings(Slurm).mpi
+    has_mpirun = shutil.which("mpirun", path=str(mpi.programs)) is not None
+    if wanted == "mpirun" or (wanted == "auto" and has_mpirun):
+        return start_of(mpi, request, None)
+    return with_environment(mpi, start(mpi, request))
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return the number of tasks of each node, from the compressed form of Slurm.
+
+    >>> tasks_per_node("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]

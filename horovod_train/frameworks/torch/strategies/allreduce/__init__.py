@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from horovod_train.config.memory import JobSizes, MemoryEstimate, estimate
-from horovod_train.config.support import StrategySupport, codec_support
+from horovod_train.config.support import JobSizes, MemoryEstimate, StrategySupport, codec_support, estimate
 
 
 def memory(job: JobSizes) -> Mapping[str, MemoryEstimate]:

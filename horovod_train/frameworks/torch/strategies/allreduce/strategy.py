@@ -17,23 +17,20 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from horovod_train.collectives.base import Communicator
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Communicator, Mesh
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, make_codec
-from horovod_train.frameworks.torch.comm.buckets import Bucket, aligned
+from horovod_train.frameworks.torch.comm.buckets import Bucket, GradientPipeline, aligned
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, tensor_communicator
-from horovod_train.frameworks.torch.comm.gradient_pipeline import GradientPipeline
-from horovod_train.frameworks.torch.state.rank_state import RankState, StateKey
-from horovod_train.frameworks.torch.state.trained import (
+from horovod_train.frameworks.torch.state.local import (
     Named,
     OptimizedParameters,
     TrainedParameters,
     check_same_trained,
 )
-from horovod_train.frameworks.torch.step.deferred import Number
-from horovod_train.frameworks.torch.step.noise import NoiseMeter
+from horovod_train.frameworks.torch.state.rank_state import RankState, StateKey
+from horovod_train.frameworks.torch.step.deferred import NoiseMeter, Number
 from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
 
 log = logging.getLogger(__name__)

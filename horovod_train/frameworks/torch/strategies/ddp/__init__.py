@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from horovod_train.config.fields import Section
 from horovod_train.config.support import StrategySupport
-from horovod_train.frameworks.torch.strategies.support import PYTORCH_SUMS
+from horovod_train.frameworks.torch.strategies import PYTORCH_SUMS
 
 
 class Arguments(Section):

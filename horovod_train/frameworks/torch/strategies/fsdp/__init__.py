@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from horovod_train.config.fields import Count, Section
-from horovod_train.config.memory import JobSizes, MemoryEstimate, estimate
-from horovod_train.config.support import Refused, StrategySupport
-from horovod_train.frameworks.torch.strategies.support import (
+from horovod_train.config.support import JobSizes, MemoryEstimate, Refused, StrategySupport, estimate
+from horovod_train.frameworks.torch.strategies import (
     NO_FP16,
     PYTORCH_SUMS,
     Pattern,

@@ -24,19 +24,22 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from horovod_train.collectives.base import allgather_json
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh, allgather_json
 from horovod_train.config.schema import Job
-from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.comm.buckets import to_local
-from horovod_train.frameworks.torch.comm.collectives import broadcast_model
-from horovod_train.frameworks.torch.comm.exchange import Exchange
-from horovod_train.frameworks.torch.comm.paths import PathAgreement
-from horovod_train.frameworks.torch.comm.process_group import agree_on_paths, set_timeout
-from horovod_train.frameworks.torch.sizes.units import modules_matching, units_to_shard
-from horovod_train.frameworks.torch.state.local_tensors import LocalTensor, OptimizedParameter
-from horovod_train.frameworks.torch.state.meta_weights import load_initial
+from horovod_train.frameworks.torch.comm.collectives import Exchange, broadcast_model
+from horovod_train.frameworks.torch.comm.groups import PathAgreement, agree_on_paths, set_timeout
+from horovod_train.frameworks.torch.sizes import modules_matching, units_to_shard
+from horovod_train.frameworks.torch.state.local import (
+    LocalTensor,
+    OptimizedParameter,
+    describe,
+    load_initial,
+    move,
+    to_local,
+    unsharded_parameters,
+)
 from horovod_train.frameworks.torch.state.shards import (
     disable_foreach_for_mixed_groups,
     gathered_full,
@@ -46,10 +49,9 @@ from horovod_train.frameworks.torch.state.shards import (
     optimized_parameters,
     squares_of,
 )
-from horovod_train.frameworks.torch.state.unsharded import describe, move, unsharded_parameters
-from horovod_train.frameworks.torch.step.weight_watch import Turns, WeightWatch
+from horovod_train.frameworks.torch.step.watches import Turns, WeightWatch
 from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement
-from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
+from horovod_train.frameworks.torch.strategies.ddp.strategy import TorchDistributed
 
 log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

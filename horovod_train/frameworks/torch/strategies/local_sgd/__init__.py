@@ -8,7 +8,7 @@ from pydantic import Field
 
 from horovod_train.config.fields import Count, Section
 from horovod_train.config.support import Refused, StrategySupport
-from horovod_train.frameworks.torch.strategies.support import NO_FP16, NO_SAMPLES, no_noise_scale
+from horovod_train.frameworks.torch.strategies import NO_FP16, NO_SAMPLES, no_noise_scale
 
 
 class OuterArguments(Section):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from horovod_train.config.axes import Axes
 from horovod_train.config.fields import Count
-from horovod_train.config.memory import JobSizes, MemoryEstimate, estimate
-from horovod_train.config.support import Refused, StrategySupport
-from horovod_train.frameworks.torch.strategies.support import (
+from horovod_train.config.support import Axes, JobSizes, MemoryEstimate, Refused, StrategySupport, estimate
+from horovod_train.frameworks.torch.strategies import (
     NO_FP16,
     NO_GRAPHS,
     NO_RESIDUALS,

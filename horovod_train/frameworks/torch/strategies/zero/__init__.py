@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from horovod_train.config.fields import Section
-from horovod_train.config.memory import JobSizes, MemoryEstimate, estimate
-from horovod_train.config.support import Refused, StrategySupport
-from horovod_train.frameworks.torch.strategies.support import NO_FP16, no_compression
+from horovod_train.config.support import JobSizes, MemoryEstimate, Refused, StrategySupport, estimate
+from horovod_train.frameworks.torch.strategies import NO_FP16, no_compression
 
 
 class Arguments(Section):

@@ -24,22 +24,18 @@ from dataclasses import dataclass
 import torch
 
 from horovod_train.checkpoint.arrays import Part
-from horovod_train.collectives.mesh import Mesh
+from horovod_train.collectives.base import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import BucketLayout
-from horovod_train.frameworks.torch.comm.buckets import Bucket, Slot
+from horovod_train.frameworks.torch.comm.buckets import Bucket, GradientPipeline, ScatteredMessage, Slot
 from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
-from horovod_train.frameworks.torch.comm.gradient_pipeline import GradientPipeline
-from horovod_train.frameworks.torch.comm.scattered import ScatteredMessage
-from horovod_train.frameworks.torch.state.elementwise import check_elementwise, move_state
-from horovod_train.frameworks.torch.state.local_tensors import LocalTensor, OptimizedParameter
-from horovod_train.frameworks.torch.state.trained import OptimizedParameters
-from horovod_train.frameworks.torch.step.noise import NoiseMeter
-from horovod_train.frameworks.torch.step.norm import total_norm
-from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
-from horovod_train.frameworks.torch.verify.model_check import refuse_hooks_of_parameters
+from horovod_train.frameworks.torch.state.local import LocalTensor, OptimizedParameter, OptimizedParameters
+from horovod_train.frameworks.torch.state.optimizer import check_elementwise, move_state
+from horovod_train.frameworks.torch.step.deferred import NoiseMeter
+from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy, total_norm
+from horovod_train.frameworks.torch.verify.verification import refuse_hooks_of_parameters
 
 MAX_IN_FLIGHT = 3
 """Maximum number of buckets in flight; without a limit, they would need the memory of the whole gradient."""

@@ -1,1 +1,0 @@
-"""Examination of hosts, clusters and networks, to check whether jobs can run."""

@@ -1,1 +1,0 @@
-"""Back ends of Keras, one module each."""

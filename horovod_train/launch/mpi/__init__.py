@@ -1,1 +1,0 @@
-"""Process managers of MPI libraries: how each starts ranks, one file each."""

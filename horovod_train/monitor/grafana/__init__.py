@@ -1,1 +1,0 @@
-"""Grafana dashboards: their definitions in Python, and the JSON files generated from them (shipped/)."""

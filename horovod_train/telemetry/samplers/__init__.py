@@ -1,1 +1,0 @@
-"""Samplers, which are called on each scrape."""
