@@ -3,6 +3,8 @@
     docs/job.md                      every field of a job description
     docs/arguments.md                arguments of strategies, codecs, schedules and trackers
     docs/events.md                   every kind of event
+    docs/cli.md                      every command
+    docs/api.md                      what a program may import
     docs/images/learning-rate.svg    the schedule on 1, 4 and 16 ranks
     docs/monitoring.md               the tables of metrics
 
@@ -18,6 +20,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
+from references import api_reference, cli_reference
 
 from horovod_train.config.arguments import ARGUMENT_FIELDS, arguments_schema
 from horovod_train.config.optimization import LearningRate
@@ -57,6 +60,36 @@ def learning_rate(path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+ANNOTATED_JOB = """\
+name: spiral                     # label of its metrics; its runs are in runs/spiral
+task: spiral.py:Spiral           # your class: model(), train_data(), loss(model, batch), ...
+task_args: {points: 4000}        # keyword arguments of the class
+train:
+  epochs: 20                     # or max_steps, or max_samples
+  batch_size_per_rank: 64        # of each rank and micro-batch; or global_batch_size, for any number of ranks
+  precision: bf16
+optimizer:
+  name: sgd
+  args: {momentum: 0.9}
+lr:
+  base_lr: 0.1                   # right for a global batch of reference_batch_size;
+  reference_batch_size: 64       # on 8 ranks of 64 samples, "linear" makes it 0.8
+  scaling: linear
+  warmup: 5 epochs               # also "500 steps" or "100000 samples"
+  decay: cosine
+evaluation:
+  every: 1 epochs
+checkpoint:
+  every: [1 epochs]              # a restarted job resumes from the newest one, on any number of ranks
+  keep_last: 3
+launch:
+  num_ranks: 8                   # -n and -H on the command line win
+  hosts: ["node01:4", "node02:4"]
+metrics:
+  trackers: [{name: tensorboard}]
+"""
+
+
 def job_reference() -> str:
     """Return a table of fields for each section of a job description."""
     schema = Job.model_json_schema()
@@ -69,6 +102,12 @@ def job_reference() -> str:
         "train: {epochs: 3}                      in the file",
         "HOROVOD_TRAIN__TRAIN__EPOCHS=3          in the environment",
         "--set train.epochs=3                    on the command line",
+        "```",
+        "",
+        "An example; a field that is left out has its default:",
+        "",
+        "```yaml",
+        ANNOTATED_JOB.rstrip(),
         "```",
         "",
         "In the tables, `best.metric` is the field `metric` of the section `best`, `volumes[].claim` the",
@@ -242,4 +281,6 @@ if __name__ == "__main__":
     (DOCS / "job.md").write_text(job_reference())
     (DOCS / "arguments.md").write_text(arguments_reference())
     (DOCS / "events.md").write_text(events_reference())
+    (DOCS / "cli.md").write_text(cli_reference())
+    (DOCS / "api.md").write_text(api_reference())
     MONITORING.write_text(monitoring_with_metrics())

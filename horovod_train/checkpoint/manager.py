@@ -3,9 +3,8 @@
 If replicas are identical, rank 0 writes. If the model is sharded, the first rank that has an array writes it.
 Every rank itself reads and verifies the state that it loads; no state is broadcast.
 
-Mapping from arrays of a state to the ranks that have them. The first of these ranks writes the array.
-
-Changes of the job and the environment since a checkpoint was written: reported, but not an error.
+Also here: which ranks have an array, and the first of these, which writes it; changes of the job and the
+environment since a checkpoint was written, which are reported, and no error.
 """
 
 from __future__ import annotations

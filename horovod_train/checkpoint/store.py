@@ -10,16 +10,15 @@
         config.json                the resolved job
 
 If the model is sharded, each rank writes its shards to files with its rank in the name, such as
-``model-00003.safetensors``; arrays of the same name are shards of one tensor (see ``stored_arrays.py``).
+``model-00003.safetensors``; arrays of the same name are shards of one tensor (see ``arrays.py``).
 
 A checkpoint is written under a temporary name, flushed, and renamed, so readers see it complete or not at
 all. The next run that opens the folder for writing removes temporary folders that remain after a crash.
 
-Selection of the checkpoint to resume from: the newest with valid checksums. Every rank must call it.
-
-Schemas with which the JSON files of a checkpoint are validated before their content is used.
-
 Checksums detect changes of a file after it was written. They do not show that this product wrote it.
+
+Also here: selection of the checkpoint to resume from, which every rank must call: the newest with valid
+checksums; schemas with which the JSON files of a checkpoint are validated before their content is used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Checks of the installed engine. They load it in separate processes, because loading may crash a process.
 
-Properties of the engine's MPI library that are known after it has initialized, in a separate process.
-
-Findings of checks, and their report.
+Also here: properties of the engine's MPI library that are known after it has initialized, in a separate
+process; findings of checks, and their report.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Findings (ok, warn or fail, with a fix) about hosts, from the collected details.
 
-Facts about a host that a launch requires.
-
-Additional facts about a host, for ``horovod-train doctor``. ``hosts.py`` derives findings from them.
-
-Comparison of environments and clocks between hosts, or between ranks.
+Also here: facts about a host that a launch requires; further facts for ``horovod-train doctor``; comparison
+of environments and clocks between hosts, or between ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """``horovod-train config``.
 
-``horovod-train tasks``.
-
-``horovod-train frameworks``.
-
-``horovod-train engine``.
+Also here: ``horovod-train tasks``; ``horovod-train frameworks``; ``horovod-train engine``.
 """
 
 from __future__ import annotations

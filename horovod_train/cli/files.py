@@ -1,8 +1,6 @@
 """``horovod-train report``.
 
-``horovod-train dashboards``.
-
-``horovod-train checkpoint``.
+Also here: ``horovod-train dashboards``; ``horovod-train checkpoint``.
 """
 
 from __future__ import annotations

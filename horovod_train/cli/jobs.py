@@ -1,16 +1,7 @@
 """``horovod-train cancel``.
 
-``horovod-train drain``.
-
-``horovod-train list``.
-
-``horovod-train logs``.
-
-``horovod-train status``.
-
-``horovod-train wait``.
-
-``horovod-train submit``.
+Also here: ``horovod-train drain``; ``horovod-train list``; ``horovod-train logs``; ``horovod-train
+status``; ``horovod-train wait``; ``horovod-train submit``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Output of ``--dry-run`` and of ``plan``.
 
-``horovod-train plan``.
-
-``horovod-train render``.
+Also here: ``horovod-train plan``; ``horovod-train render``.
 """
 
 from __future__ import annotations

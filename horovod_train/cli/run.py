@@ -1,6 +1,6 @@
 """``horovod-train run``.
 
-``horovod-train worker``.
+Also here: ``horovod-train worker``.
 """
 
 from __future__ import annotations

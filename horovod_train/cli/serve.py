@@ -1,6 +1,6 @@
 """``horovod-train serve``.
 
-``horovod-train targets``.
+Also here: ``horovod-train targets``.
 """
 
 from __future__ import annotations

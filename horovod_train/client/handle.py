@@ -1,10 +1,7 @@
 """Handle of a job, and access to the job behind it: on this machine, or through a server.
 
-Jobs that are submitted on this machine.
-
-Incremental readers of a job's events and output.
-
-Each line has a position, a text from which another reader continues after this line, in any process.
+Also here: jobs that are submitted on this machine; incremental readers of events and output. Each line has
+a position, a text from which another reader continues after this line, in any process.
 """
 
 from __future__ import annotations
@@ -509,13 +506,13 @@ class LocalJob:
         self._launcher.cancel(self._job, "kill" if now else "stop")
 
     def tail_of_events(self, position: str) -> Tail:
-        """Return a reader of the lines of ``events.jsonl`` after a position; see ``tails.py``."""
+        """Return a reader of the lines of ``events.jsonl`` after a position."""
         if self.has_local_files:
             return FileTail(self.folder / EVENTS_FILE, position, has_times=True)
         return OutputTail(self._launcher, self._job, position, as_events=True)
 
     def tail_of_log(self, position: str) -> Tail:
-        """Return a reader of the lines of the output after a position; see ``tails.py``."""
+        """Return a reader of the lines of the output after a position."""
         if self.has_local_files:
             return FileTail(self.folder / LOG_FILE, position)
         return OutputTail(self._launcher, self._job, position)

@@ -3,9 +3,8 @@
 ``Communicator`` has two collectives, an all-reduce of numbers and an all-gather of bytes, so that tests need
 only a small fake. Agreement, JSON messages and comparisons use these two. Messages are never pickled.
 
-The communicators of a rank: all ranks of the job, and its data-parallel group.
-
-Ring buffer of a rank's last collectives, always enabled; it names the tensor of a hung collective.
+Also here: the communicators of a rank, of all ranks and of its data-parallel group; the ring buffer of its
+last collectives, always enabled, which names the tensor of a hung collective.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Fields of a job that contain the arguments of a row of a registry, and the models of these arguments.
 
-Properties of a job that its strategy declares.
-
-The global batch of a step, and the micro-batches of a rank, as arithmetic.
+Also here: what a strategy declares about a job; the global batch of a step, and the micro-batches of a
+rank, as arithmetic.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Base class of the sections of a job description, and types that several sections use.
 
-Durations, positions and intervals of a training, in epochs, optimizer steps or samples.
-
-Names of fields in previous versions, which are still read.
-
-What batch systems have in common: settings of their jobs, and rules for these.
+Also here: durations, positions and intervals of a training, in epochs, optimizer steps or samples; names of
+fields in previous versions, which are still read.
 """
 
 from __future__ import annotations

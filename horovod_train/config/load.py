@@ -2,7 +2,7 @@
 
 Only this module handles a job as a plain dictionary.
 
-Job descriptions that ship with this package, by name.
+Also here: job descriptions that ship with this package, by name.
 """
 
 from __future__ import annotations

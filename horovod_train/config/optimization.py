@@ -1,6 +1,6 @@
 """Sections of the job description for the optimizer and its learning rate.
 
-Sections of the job description for evaluations and checkpoints.
+Also here: sections of the job description for evaluations and checkpoints.
 """
 
 from __future__ import annotations

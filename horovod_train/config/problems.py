@@ -1,8 +1,7 @@
 """Conversion of pydantic's errors into readable problems with hints.
 
-Fields of a job that name code of the user, as ``file.py:name`` or ``module:name``.
-
-Job descriptions as flat tables of dotted paths.
+Also here: fields of a job that name code of the user, as ``file.py:name`` or ``module:name``; job
+descriptions as flat tables of dotted paths.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Rules between fields of a job, which refuse unsupported combinations before anything starts.
 
-A rule checks a whole job and yields problems. To add a rule, write a function, and add it to RULES.
+A rule checks a whole job and yields problems. To add a rule, write a function, and add it to ``RULES``.
 
-Rules for the sections ``lr`` and ``optimizer``, and for the global batch.
-
-Rules for paths of a job.
+Also here: rules for the sections ``lr`` and ``optimizer`` and for the global batch; rules for paths of a
+job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What rows of registries declare: arguments, fields of the job that they do not support, and properties.
 
-``rules.py`` checks arguments and refuses fields before anything starts.
-
 Arrangement of ranks along a data, a pipeline and a tensor axis.
 
     rank = (data x num_pipeline + pipeline) x num_tensor + tensor
@@ -18,6 +16,8 @@ Estimates of the memory that a rank needs under each strategy, from the sizes of
 
 A strategy divides some of these sizes by the number of ranks that shard them, and adds copies of its own: its
 row declares how (``StrategySupport.memory``).
+
+``rules.py`` checks arguments and refuses fields before anything starts.
 """
 
 from __future__ import annotations

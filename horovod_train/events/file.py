@@ -2,7 +2,7 @@
 
 Each line is a JSON object with ``time_unix_s``, ``rank`` (null: the launcher), ``kind``, and the fields of
 that kind (``types.py``). The size of the file is limited: before a line would exceed the limit, lines of the
-most frequent kind (usually progress) are thinned out (``thinning.py``) until the file is half full. Readers
+most frequent kind (usually progress) are thinned out until the file is half full. Readers
 parse the whole file, so that the number of its lines is limited, too.
 
 Transfer of events from ranks to the launcher or agent, in files of the run folder on each host.
@@ -12,11 +12,8 @@ Transfer of events from ranks to the launcher or agent, in files of the run fold
 Events are separate from the output of ranks, which may block or end in an unfinished line. Each file has one
 writer. The writer starts a new file when the current file is large, so that the reader may delete old files.
 
-Values of steps and evaluations as series over steps.
-
-Intervals of a curve, and the points of each that show what all of them show, computed with NumPy.
-
-Thin out a curve: few points that show what all of them show, however long the run is.
+Also here: series of steps and evaluations; thinning of curves to the points that show what all of them
+show.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Conversion of events to lines of output, and parsing of the output of launchers and ranks.
 
 A worker of ``horovod-train run`` writes events as marked JSON lines to the channel of the run
-(``channel.py``), or else to its output. A worker that was started manually writes them as text.
+(``file.py``), or else to its output. A worker that was started manually writes them as text.
 
-Events as human-readable text.
-
-Metrics endpoints of ranks, in the format of Prometheus' service discovery.
+Also here: events as human-readable text; metrics endpoints of ranks, in the format of Prometheus' service
+discovery.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Tasks: users' classes with the methods that the framework calls. No base class i
 Every task has ``model()`` and ``train_data()``, and may have ``eval_data()``. The other methods depend on
 whether the task computes the loss; the module ``task`` of each framework's package lists them.
 
-Creation of a job's optimizer.
+Also here: creation of a job's optimizer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Selection of the device of a rank.
 
-Initialization of Horovod in users' own training loops and scripts.
+Also here: initialization of Horovod in users' own training loops and scripts.
 """
 
 from __future__ import annotations

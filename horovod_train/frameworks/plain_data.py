@@ -4,9 +4,8 @@ A value is saved as JSON and arrays (``checkpoint/arrays.py``). A value that JSO
 dictionary with one reserved key, whose value is a list of its kind and its content. Types are compared
 exactly: a class that is derived from one may have state of its own, and methods that a check must not call.
 
-Fingerprints of plain values, by which they are compared over time and between ranks.
-
-NumPy arrays in checkpoints, and collectives for arrays that are not gradients.
+Also here: fingerprints of plain values, by which they are compared over time and between ranks; NumPy
+arrays in checkpoints, and collectives for arrays that are not gradients.
 """
 
 from __future__ import annotations

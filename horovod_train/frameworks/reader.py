@@ -2,9 +2,8 @@
 
 PyTorch's reader uses fetches, seeds and loader processes of this module, too.
 
-State of random generators: those of Python and NumPy, and those of a framework.
-
-This rank's batches of arrays that every rank stores completely, for users' own training loops.
+Also here: the state of random generators, those of Python and NumPy and those of a framework; this rank's
+batches of arrays that every rank stores completely, for users' own training loops.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """Check that replicas are identical: weights, buffers and optimizer state are bitwise equal on all ranks.
 
-If the model is sharded, copies of the same shard are compared.
-
-Handling of a loss or gradient that is not finite.
-
-Check, before training, that the number of ranks is correct and that all ranks run the same job and code.
-
-Otherwise, a difference may cause a hang or diverging weights, or may remain undetected.
-
 Check that all ranks have the same samples in the same order.
 
 Ranks split samples by their numbers. If a list of files has another order on one rank, for example because
 ``os.listdir`` is not sorted, some samples are read twice and others never, without an error.
+
+If the model is sharded, copies of the same shard are compared.
+
+Also here: handling of a loss or gradient that is not finite; the check before training that the number of
+ranks is correct and that all ranks run the same job and code, without which a difference may cause a hang
+or diverging weights.
 """
 
 from __future__ import annotations

@@ -1,17 +1,4 @@
-"""Base class of watchdog threads, which monitor how long this rank waits.
-
-Monitor how long this rank waits for its own data.
-
-Other ranks detect a rank whose loader hangs, because they wait for it in a collective. They cannot do so if
-there is only one rank, or if the loaders of all ranks hang.
-
-Monitor the progress of this rank's GPU.
-
-The host queues work on a GPU and reads results some steps later. Horovod's stall inspector monitors only the
-requests of hosts, so it does not detect a GPU that hangs in a kernel, or in an all-reduce because of the
-network or another GPU. The watchdog detects that the host waits, and in which phase of the step the GPU is.
-
-Limit the time in which a rank joins the other ranks, because ``MPI_Init`` has no timeout.
+"""Watchdog threads of a rank: long waits for data, a device or other ranks, and heartbeats of other ranks.
 
 Heartbeats of a rank, independent of MPI and Gloo. A frozen rank sends no heartbeats.
 
@@ -119,6 +106,9 @@ HANG = "a loader process, the disk or the dataset's __getitem__ hangs"
 class DataWatch(WaitWatch):
     """Watchdog that reports a long wait for data, and ends the rank if the wait is too long.
 
+    Other ranks detect a rank whose loader hangs, because they wait for it in a collective. They cannot do
+    so if there is only one rank, or if the loaders of all ranks hang.
+
     Args:
         world: The communicator. If it has other ranks, this rank ends later, so that they report first.
         health: Times after which to warn, and after which to end the rank.
@@ -165,7 +155,13 @@ NCCL_DEBUG_HINT = "NCCL_DEBUG=INFO in launch.env shows more"
 
 
 class DeviceWatch(WaitWatch):
-    """Watchdog that reports a GPU that hangs, and ends the rank if it hangs for too long."""
+    """Watchdog that reports a GPU that hangs, and ends the rank if it hangs for too long.
+
+    The host queues work on a GPU and reads results some steps later. Horovod's stall inspector monitors
+    only the requests of hosts, so it does not detect a GPU that hangs in a kernel, or in an all-reduce
+    because of the network or another GPU. The watchdog detects that the host waits, and in which phase of
+    the step the GPU is.
+    """
 
     def __init__(
         self,
@@ -216,7 +212,10 @@ MIN_SHUTDOWN_S = 600.0
 
 
 class JoinWatch(WaitWatch):
-    """Watchdog that reports a long wait for other ranks to join, and ends the rank if it is too long."""
+    """Watchdog that reports a long wait for other ranks to join, and ends the rank if it is too long.
+
+    ``MPI_Init`` has no timeout.
+    """
 
     def __init__(
         self, health: Health, warn: Callable[[str], None], end: Callable[[HorovodTrainError], None]

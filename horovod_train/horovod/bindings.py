@@ -1,6 +1,6 @@
 """Horovod's bindings: it has a library of its own for each of three frameworks.
 
-Counters of the engine: bytes and time of all-reduces on CPUs (patch 0017) and GPUs (patch 0021).
+Also here: counters of the engine: bytes and time of all-reduces on CPUs (patch 0017) and GPUs (patch 0021).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ PyPI and patched; ``patches/`` documents each change. The wheel's libraries find
 relative paths, so every environment and host with the same versions, and an MPI library of the same ABI, can
 use one wheel. The path of the MPI library is set when the wheel is installed.
 
-Patches of Horovod's source, and the source of the loopback library that is added to its wheel.
+Also here: patches of Horovod's source, and the source of the loopback library that is added to its wheel.
 """
 
 from __future__ import annotations

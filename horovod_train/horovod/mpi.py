@@ -5,12 +5,12 @@
 Ranks use the MPI library with which the engine was installed. Its name is that of the library, and not of
 ``mpirun``, because some MPI libraries are started by the launcher of a batch system.
 
-Location and build plan of the installed Horovod, without importing it.
-
 The launcher that started this process, from its environment variables.
 
 Ranks that were started by a launcher of another MPI library would each initialize as a world of one rank, and
 train the whole job. That is refused before a framework is imported.
+
+Also here: location and build plan of the installed Horovod, without importing it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A launcher converts a job into a ``LaunchPlan``: one command, its additional environment variables, and its
 files. ``--dry-run`` prints the plan, and does nothing else.
 
-Calls of programs of the system, such as those of a batch system.
+Also here: calls of programs of the system, such as those of a batch system.
 """
 
 from __future__ import annotations

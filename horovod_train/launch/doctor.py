@@ -1,6 +1,6 @@
 """Examination of hosts, and of the network between them with a benchmark of all-reduces.
 
-Findings about the network from a benchmark of all-reduces, and the history of its results.
+Also here: findings about the network from a benchmark of all-reduces, and the history of its results.
 """
 
 from __future__ import annotations

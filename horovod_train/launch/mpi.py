@@ -6,67 +6,6 @@ Each process manager is a function that returns the command, the variables and t
 
     orte     Open MPI 4, Spectrum MPI      prrte    Open MPI 5
     hydra    MPICH, Intel MPI, MVAPICH     pals     Cray MPICH
-
-ORTE, the process manager of Open MPI 4 and Spectrum MPI.
-
-=============  ==================================================================================
-hosts, slots   ``-H host:slots``; in an allocation, ORTE reads it (Slurm, PBS, Grid Engine)
-environment    passed to ranks on this host; other hosts have the environment file of the run
-binding        ``--bind-to none``: ranks bind themselves (``launch.cpu_binding``)
-output         ``--tag-output``: ``[1,RANK]<stdout>:``
-stdin          rank 0's; the launcher's is /dev/null
-signals        the agents of the hosts deliver them; mpirun passes on SIGTERM and SIGUSR1 only
-daemons        ``orted`` through ``daemon`` of the run, so that the agents find and kill it
-=============  ==================================================================================
-
-PRRTE, the process manager of Open MPI 5.
-
-=============  ==================================================================================
-hosts, slots   ``-H host:slots``; in an allocation, PRRTE reads it (Slurm, PBS, Grid Engine, LSF)
-environment    passed to ranks on this host; other hosts have the environment file of the run
-binding        ``--bind-to none``: ranks bind themselves (``launch.cpu_binding``)
-output         ``--output tag``: ``[1,RANK]<stdout>: ``, with a space that ORTE does not print
-stdin          rank 0's; the launcher's is /dev/null
-signals        the agents of the hosts deliver them
-daemons        ``prted`` through ``daemon`` of the run, so that the agents find and kill it
-=============  ==================================================================================
-
-Hydra, the process manager of MPICH, Intel MPI and MVAPICH.
-
-=============  ==================================================================================
-hosts, slots   ``-hosts host:slots`` (Intel MPI: ``-machinefile``); in an allocation, Hydra reads it
-               (Slurm, PBS, Grid Engine, LSF)
-environment    passed to ranks on all hosts; other hosts also have the environment file of the run
-binding        ``-bind-to none`` (Intel MPI: I_MPI_PIN=0): ranks bind themselves (``launch.cpu_binding``)
-output         ``-prepend-pattern``: ``[RANK]<stdout>:``, also for standard error
-stdin          rank 0's; the launcher's is /dev/null
-signals        the agents of the hosts deliver them
-daemons        ``hydra_*_proxy`` through ``daemon`` of the run, so that the agents find and kill them
-=============  ==================================================================================
-
-PALS, the process manager of Cray MPICH on HPE Cray systems with PBS. Not tested on such a system.
-
-=============  ==================================================================================
-hosts, slots   ``--hosts`` and ``--ppn``; the hosts of the allocation if there are none
-environment    passed to all ranks; each host also has the environment file of the run
-binding        ``--cpu-bind none``: ranks bind themselves (``launch.cpu_binding``)
-output         ``--line-buffer``, without a tag: logs of single ranks contain their events only
-stdin          rank 0's; the launcher's is /dev/null
-signals        the agents of the hosts deliver them
-daemons        palsd, a service of the system
-=============  ==================================================================================
-
-jsrun, which starts ranks in allocations of LSF on IBM systems. Not tested on such a system.
-
-=============  ==================================================================================
-hosts, slots   one resource set for each rank, on the hosts of the allocation
-environment    passed to all ranks; each host also has the environment file of the run
-binding        ``--bind none``: ranks bind themselves (``launch.cpu_binding``)
-output         ``--stdio_mode prepended``: ``RANK: ``
-stdin          none
-signals        the agents of the hosts deliver them
-daemons        jsmd, a service of the system
-=============  ==================================================================================
 """
 
 from __future__ import annotations
@@ -177,7 +116,18 @@ def program_of(mpi: Mpi, *names: str) -> str:
 
 
 def orte(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Start:
-    """Return a start by Open MPI 4."""
+    """Return a start by ORTE, the process manager of Open MPI 4 and Spectrum MPI.
+
+    =============  ==================================================================================
+    hosts, slots   ``-H host:slots``; in an allocation, ORTE reads it (Slurm, PBS, Grid Engine)
+    environment    passed to ranks on this host; other hosts have the environment file of the run
+    binding        ``--bind-to none``: ranks bind themselves (``launch.cpu_binding``)
+    output         ``--tag-output``: ``[1,RANK]<stdout>:``
+    stdin          rank 0's; the launcher's is /dev/null
+    signals        the agents of the hosts deliver them; mpirun passes on SIGTERM and SIGUSR1 only
+    daemons        ``orted`` through ``daemon`` of the run, so that the agents find and kill it
+    =============  ==================================================================================
+    """
     argv = [
         program_of(mpi, "mpirun"),
         *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
@@ -215,7 +165,18 @@ TAG = r"\[(?:[^\s,\]]+,)?(\d+)\]<std(?:out|err)>: "
 
 
 def prrte(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Start:
-    """Return a start by Open MPI 5."""
+    """Return a start by PRRTE, the process manager of Open MPI 5.
+
+    =============  ==================================================================================
+    hosts, slots   ``-H host:slots``; in an allocation, PRRTE reads it (Slurm, PBS, Grid Engine, LSF)
+    environment    passed to ranks on this host; other hosts have the environment file of the run
+    binding        ``--bind-to none``: ranks bind themselves (``launch.cpu_binding``)
+    output         ``--output tag``: ``[1,RANK]<stdout>: ``, with a space that ORTE does not print
+    stdin          rank 0's; the launcher's is /dev/null
+    signals        the agents of the hosts deliver them
+    daemons        ``prted`` through ``daemon`` of the run, so that the agents find and kill it
+    =============  ==================================================================================
+    """
     argv = [
         program_of(mpi, "mpirun"),
         *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
@@ -244,7 +205,19 @@ exec {ssh} "$host" {stage}/daemon "$@"
 
 
 def hydra(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Start:
-    """Return a start by Hydra."""
+    """Return a start by Hydra, the process manager of MPICH, Intel MPI and MVAPICH.
+
+    =============  ==================================================================================
+    hosts, slots   ``-hosts host:slots`` (Intel MPI: ``-machinefile``); in an allocation, Hydra reads it
+                   (Slurm, PBS, Grid Engine, LSF)
+    environment    passed to ranks on all hosts; other hosts also have the environment file of the run
+    binding        ``-bind-to none`` (Intel MPI: I_MPI_PIN=0): ranks bind themselves (``launch.cpu_binding``)
+    output         ``-prepend-pattern``: ``[RANK]<stdout>:``, also for standard error
+    stdin          rank 0's; the launcher's is /dev/null
+    signals        the agents of the hosts deliver them
+    daemons        ``hydra_*_proxy`` through ``daemon`` of the run, so that the agents find and kill them
+    =============  ==================================================================================
+    """
     is_intel = mpi.name == "Intel MPI"
     argv = [
         program_of(mpi, "mpiexec.hydra", "mpirun", "mpiexec"),
@@ -279,7 +252,19 @@ def hydra(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
 
 
 def pals(_: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Start:
-    """Return a start by PALS.
+    """Return a start by PALS, the process manager of Cray MPICH on HPE Cray systems with PBS.
+
+    Not tested on such a system.
+
+    =============  ==================================================================================
+    hosts, slots   ``--hosts`` and ``--ppn``; the hosts of the allocation if there are none
+    environment    passed to all ranks; each host also has the environment file of the run
+    binding        ``--cpu-bind none``: ranks bind themselves (``launch.cpu_binding``)
+    output         ``--line-buffer``, without a tag: logs of single ranks contain their events only
+    stdin          rank 0's; the launcher's is /dev/null
+    signals        the agents of the hosts deliver them
+    daemons        palsd, a service of the system
+    =============  ==================================================================================
 
     Raises:
         LaunchError: The hosts have different numbers of ranks.
@@ -299,7 +284,20 @@ def pals(_: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Start:
 
 
 def jsrun(_: Mpi, request: LaunchRequest, _hosts: Sequence[Host] | None) -> Start:
-    """Return a start by jsrun."""
+    """Return a start by jsrun, which starts ranks in allocations of LSF on IBM systems.
+
+    Not tested on such a system.
+
+    =============  ==================================================================================
+    hosts, slots   one resource set for each rank, on the hosts of the allocation
+    environment    passed to all ranks; each host also has the environment file of the run
+    binding        ``--bind none``: ranks bind themselves (``launch.cpu_binding``)
+    output         ``--stdio_mode prepended``: ``RANK: ``
+    stdin          none
+    signals        the agents of the hosts deliver them
+    daemons        jsmd, a service of the system
+    =============  ==================================================================================
+    """
     per_host = max(host.num_ranks for host in request.hosts)
     argv = [
         *(find_program("jsrun", hint=ON_A_NODE), "--nrs", str(request.num_ranks), "--tasks_per_rs", "1"),

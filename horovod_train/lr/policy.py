@@ -16,11 +16,9 @@ global batch and the job's ``lr`` section. A job that resumes on another number 
 Two inputs are measured during training, are equal on all ranks, and are stored in checkpoints: the gain of
 AdaScale and the factor of ``decay: plateau``.
 
-Schedules of an optimizer's arguments, such as momentum and weight decay.
-
-Text charts of a schedule, for the terminal.
-
-Arguments of a job's optimizer, scaled to the global batch by the rules of ``lr``.
+Also here: schedules of an optimizer's arguments, such as momentum and weight decay; text charts of a
+schedule, for the terminal; arguments of a job's optimizer, scaled to the global batch by the rules of
+``lr``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """History of a run, read incrementally from its ``events.jsonl``.
 
-Progress and slow ranks of a run, as lines for a terminal.
+Also here: progress and slow ranks of a run, as lines for a terminal.
 """
 
 from __future__ import annotations

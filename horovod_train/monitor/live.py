@@ -1,8 +1,7 @@
 """Scrape the metrics of ranks, as Prometheus does, and compute their increase between two scrapes.
 
-Times of ranks as a series of time windows.
-
-Detection of slow ranks and slow phases, by the rule of the alert HorovodTrainStraggler (``rules.py``).
+Also here: times of ranks as a series of time windows; detection of slow ranks and slow phases, by the rule
+of the alert HorovodTrainStraggler (``rules.py``).
 """
 
 from __future__ import annotations

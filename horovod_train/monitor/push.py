@@ -3,7 +3,7 @@
 Three requests are sufficient, and client libraries install HTTP stacks that replace ``urllib3``, which the
 Kubernetes client requires.
 
-Grafana dashboards in this package, and the rule file for Prometheus.
+Also here: Grafana dashboards in this package, and the rule file for Prometheus.
 """
 
 from __future__ import annotations

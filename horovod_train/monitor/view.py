@@ -1,6 +1,6 @@
 """Data of the web page as JSON, computed from runs.
 
-Runs to display: runs in run folders, and runs of which only metrics endpoints are known.
+Also here: runs to display: runs in run folders, and runs of which only metrics endpoints are known.
 """
 
 from __future__ import annotations

@@ -1,17 +1,4 @@
-"""Generate the files in shipped/. Usage: ``python -m horovod_train.plugins.grafana``.
-
-Dashboards and panels as dataclasses, and their conversion to JSON with Grafana's SDK.
-
-Dashboard of all jobs: states, requested and running ranks, failures.
-
-Dashboard of hosts and GPUs: memory of ranks, and metrics of their GPUs.
-
-Dashboard of a job: loss, evaluation, throughput and checkpoints.
-
-Dashboard of ranks: own time and phases of each rank, waiting between ranks, and network.
-
-Grafana dashboards: their definitions in Python, and the JSON files generated from them (shipped/).
-"""
+"""Generate the files in shipped/. Usage: ``python -m horovod_train.plugins.grafana``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Sections, tables and charts of a report, independent of the output format.
 
-Contents of a report, read from run folders. The same files give the same contents.
-
-Reports as one HTML file that contains its scripts, styles and data, and loads nothing.
-
-Reports as Markdown (GitHub's dialect).
+Also here: contents of a report, read from run folders: the same files give the same contents; reports as
+one HTML file that contains its scripts, styles and data, and loads nothing; reports as Markdown (GitHub's
+dialect).
 """
 
 from __future__ import annotations

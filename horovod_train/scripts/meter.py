@@ -4,7 +4,7 @@ A step ends when the optimizer has updated the weights. Instrumented calls divid
 reading a batch, backward passes, waiting for Horovod. The time of evaluations between steps is excluded. An
 error in the instrumentation ends the measurement, never the script.
 
-Instrumentation of ``hvd.init()`` for scripts.
+Also here: instrumentation of ``hvd.init()`` for scripts.
 """
 
 from __future__ import annotations

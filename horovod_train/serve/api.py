@@ -3,9 +3,8 @@
 It has no database: each request reads run folders, launchers and the records of submitted jobs. Its OpenAPI
 document is ``/api/v1/openapi.json``.
 
-JSON documents of the HTTP API.
-
-Streams of a job's events and output as server-sent events (WHATWG HTML, section 9.2).
+Also here: JSON documents of the HTTP API; streams of a job's events and output as server-sent events
+(WHATWG HTML, section 9.2).
 """
 
 from __future__ import annotations

@@ -8,11 +8,10 @@
 /page/curves?key=   curves of a run, for comparison
 /page/report?key=   a report of one or several runs, as a file
 /api/v1/            the HTTP API (``api.py``), which also ends jobs for the page
-/targets, /metrics  for Prometheus (``targets.py``)
+/targets, /metrics  for Prometheus
 
-Endpoints for Prometheus: /targets for ``http_sd_configs``, and /metrics with the metrics of jobs.
-
-Targets for Prometheus' HTTP service discovery.
+Also here: endpoints for Prometheus: /targets for ``http_sd_configs``, and /metrics with the metrics of
+jobs; targets for Prometheus' HTTP service discovery.
 """
 
 from __future__ import annotations

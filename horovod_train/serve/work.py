@@ -3,9 +3,8 @@
 They are stored below ``run_dir/<name>``, in a folder whose name is a hash of their names and contents. They
 are text; nothing in them is executed by the server.
 
-Cache of job statuses, because queries of Slurm and Kubernetes are slow.
-
-Threads of the HTTP API, by kind of work, so that slow work of one kind does not block the others.
+Also here: cache of job statuses, because queries of Slurm and Kubernetes are slow; threads of the HTTP API,
+by kind of work, so that slow work of one kind does not block the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Cores and memory that are available to this process, within the limits of containers and batch systems.
 
-Import of optional packages.
-
-Versions of installed packages.
+Also here: import of optional packages; versions of installed packages.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Identity of processes across hosts, containers and reuse of process IDs.
 
-Termination of child processes.
-
 Binding of ranks to cores.
 
 Without binding, threads migrate between cores and NUMA nodes, which reduces memory bandwidth. Each rank binds
 itself before any library starts threads, so that the binding is the same under every launcher.
-
-Background threads.
 
 Meaning of each signal.
 
@@ -26,6 +22,8 @@ a closed terminal sends two.
 The request to ranks is SIGUSR1: launchers forward or ignore it, whereas SIGTERM makes launchers kill their
 ranks. Loader processes of a rank block SIGTERM and end with their rank. SIGINT and SIGHUP remain ignored if
 they are ignored at the start, as set by `nohup` and by shells that start a program in the background.
+
+Also here: termination of child processes; background threads; signals.
 """
 
 from __future__ import annotations

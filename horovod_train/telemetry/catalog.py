@@ -1,13 +1,7 @@
 """Metrics of a rank: name, type, help text, question that it answers, source record, and value.
 
-Recorder, documentation, dashboards, alert rules, web page and tests are derived from ``CATALOG``. Machine
-metrics are in ``catalog_machine.py``. Sources of metrics are classes of ``records.py``, and ``WriteReport``.
-
-Machine metrics of a rank: host memory, and its device as reported by the framework and by NVML.
-
-Declaration of metrics.
-
-Records of training and samplers, from which the metrics of the catalog are computed.
+Recorder, documentation, dashboards, alert rules, web page and tests are derived from ``CATALOG``. Sources
+of metrics are the records below, of training and samplers, and ``WriteReport``.
 """
 
 from __future__ import annotations

@@ -4,12 +4,6 @@ Recording a step takes a few microseconds, because steps are buffered, and metri
 at a time or on a scrape. An update after each step would take several times as long, because the step has
 evicted the data of the metrics from the CPU caches.
 
-Metrics of a rank: recorder, samplers, exporter, and export of the last metrics.
-
-Baseline of the scaling efficiency: the throughput of a finished run of the same job on one rank.
-
-Export of a rank's last metrics, because a job may be shorter than the time between two scrapes.
-
 Attribution of waiting to ranks, from the time that each rank waited in the all-reduce of a step.
 
 Clocks of hosts are not compared. All ranks exit an all-reduce at the same time, so the rank with the shortest
@@ -21,7 +15,9 @@ wait arrived last, and its wait is the time of the communication. For n ranks wi
     waited for           between the arrivals of ranks i + 1 and i, n - i ranks waited for i missing ranks;
                          each missing rank is charged with (n - i) (w[i+1] - wi) / i
 
-The sum of the charges equals the sum of the waiting.
+Also here: the metrics of a rank: samplers, exporter, and export of the last metrics, because a job may be
+shorter than the time between two scrapes; the baseline of the scaling efficiency: the throughput of a
+finished run of the same job on one rank; charges of waiting, whose sum is that of the waiting.
 """
 
 from __future__ import annotations

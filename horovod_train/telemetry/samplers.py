@@ -5,7 +5,7 @@ Sampler of a rank's GPU through NVML.
 GPUs are identified by UUID, because CUDA and NVML number them differently. Values that a GPU or its driver
 does not support are omitted: for example, consumer GPUs have no ECC, and virtual GPUs report no power.
 
-Peak dense FLOP/s of GPUs, from NVIDIA's data sheets.
+Also here: peak dense FLOP/s of GPUs, from NVIDIA's data sheets.
 """
 
 from __future__ import annotations

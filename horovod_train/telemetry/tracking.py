@@ -1,6 +1,6 @@
 """Experiment trackers of a run, each in its own thread, on rank 0.
 
-Interface of experiment trackers, which store losses and metrics of runs for comparison.
+Also here: interface of experiment trackers, which store losses and metrics of runs for comparison.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The training loop: epochs, steps, evaluation.
 
 Each stage of the loop is a function. A framework with its own loop (Keras, Lightning, Transformers) calls the
-same functions at the same points, through ``bridge.py``.
+same functions at the same points, through ``LoopBridge``.
 
-Interface of a run for a framework with its own training loop, which calls the stages of ``loop.py``.
+Also here: the interface of a run for a framework with its own training loop, which calls the stages of this
+module.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """State of one rank's training run.
 
-Progress of training: the plain numbers from which a job resumes.
-
-Plan of a rank's remaining steps in an epoch.
-
 Actions that hooks return; None: continue.
 
 A hook must return the same action at the same step on every rank. It derives the action from values that are
@@ -14,6 +10,9 @@ Queue of steps whose results are pending.
 On a CPU, loss, gradient norm and phases are available after the step. On a device, they become available
 while later steps run, and the host must not wait for them in each step. Code that requires the results
 (before a save, at the end of an epoch) waits for all pending steps.
+
+Also here: progress of training: the plain numbers from which a job resumes; plan of a rank's remaining
+steps in an epoch.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="*")
     parser.add_argument("-v", action="store_true")
     options = parser.parse_args()
-    importlib.import_module(f"horovod_train.frameworks.{options.framework}.framework")
+    importlib.import_module(f"horovod_train.plugins.{options.framework}.framework")
     importlib.import_module("horovod_train.worker")
     results = {}
     for case in options.case or names(options.framework):

@@ -270,20 +270,20 @@ def import_what_ranks_need(strategies: Iterable[str]) -> None:
     from horovod_train.registry import STRATEGIES as CLASSES
 
     for name in LOOPS.keys() & set(strategies):
-        importlib.import_module(f"horovod_train.frameworks.{name}.framework")
+        importlib.import_module(f"horovod_train.plugins.{name}.framework")
     names = {(STRATEGIES | MESHES)[name]["name"] for name in strategies if name not in LOOPS}
     classes = [CLASSES.location(name) for name in names]
     for location in (*HOOKS, *classes):
         load_attribute(location, what="a part of a run")
     needed_by_steps = (
-        "strategies.pipeline.cut",
-        "verify.equality",
-        "verify.verification",
-        "state.local_model",
-        "state.elementwise",
+        "plugins.pipeline.cut",
+        "frameworks.torch.verify.one_process",
+        "frameworks.torch.verify.verification",
+        "frameworks.torch.state.model",
+        "frameworks.torch.state.optimizer",
     )
     for module in needed_by_steps:
-        importlib.import_module(f"horovod_train.frameworks.torch.{module}")
+        importlib.import_module(f"horovod_train.{module}")
     if any(name.startswith("deepspeed") for name in strategies):
         from horovod_train.plugins.deepspeed.strategy import imported
 

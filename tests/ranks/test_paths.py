@@ -30,20 +30,20 @@ LEARNING_RATE = {
     "optim/sgd.py:SGD.step": "loop.py:train_epoch",
 }
 HOSTS = {
-    "hosts/hostlist.py:hosts_of": "cmd_run.py:command",
-    "submit.py:make_plan": "cmd_run.py:command",
-    "horovodrun.py:HorovodrunLauncher.plan": "submit.py:make_plan",
+    "hosts/hostlist.py:hosts_of": "cli/run.py:run_command",
+    "submit.py:make_plan": "cli/run.py:run_command",
+    "launchers/hosts.py:HorovodrunLauncher.plan": "submit.py:make_plan",
     "host_group.py:connect_all": "submit.py:run_job",
     "agent.py:HostActions.put": "agent.py:serve",
-    "supervise/process.py:execute": "submit.py:run_job",
-    "worker.py:run_rank": "cmd_worker.py:command",
+    "launch/supervise/signals.py:execute": "submit.py:run_job",
+    "worker.py:run_rank": "cli/run.py:worker_command",
 }
 SIGTERM = {
     "supervise/signals.py:Stopper._on_signal": "signal_listener_thread.<locals>.listen",
     "host_group.py:HostGroup.signal_ranks": "Stopper._work",
     "agent.py:HostActions.signal_ranks": "agent.py:answer",
-    "preemption.py:PreemptionRequest._on_signal": "PreemptionRequest._on_signal",
-    "preemption.py:StopWhenPreempted.on_step": "StopWhenPreempted.on_step",
+    "saving.py:PreemptionRequest._on_signal": "PreemptionRequest._on_signal",
+    "saving.py:StopWhenPreempted.on_step": "StopWhenPreempted.on_step",
     "loop.py:preempted_error": "worker.py:main",
     "outcome.py:Outcome.check": "Outcome.check",
     "jobs.py:StateFile.end": "StateFile.end",
@@ -141,7 +141,7 @@ def test_the_learning_rate_goes_through_seven_files(steps):
     }
 
 
-def test_a_list_of_hosts_goes_through_eleven_files_until_ranks_run(preempted):
+def test_a_list_of_hosts_goes_through_nine_files_until_ranks_run(preempted):
     assert files_of(preempted, HOSTS) == {
         "cli/run.py",
         "launch/submit.py",

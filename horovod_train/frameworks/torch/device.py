@@ -1,6 +1,6 @@
 """The GPU of this rank, and random generators, for frameworks based on PyTorch.
 
-Errors for exhausted memory and failed GPUs, with hints on settings of the job.
+Also here: errors for exhausted memory and failed GPUs, with hints on settings of the job.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 The bytes that a forward pass saves for backward are added up per layer, with fake tensors. A layer that
 recomputes saves only its inputs; its activations exist again while its backward pass runs.
 
-Floating-point operations of a step: counted in one step, then scaled by the samples of each step.
-
-Units of a model: modules that are gathered, recomputed, or assigned to a rank as a whole.
-
-Estimates of memory and FLOPs, and selection of the modules that are sharded or recomputed as units.
+Also here: floating-point operations of a step: counted in one step, then scaled by the samples of each
+step; units of a model: modules that are gathered, recomputed, or assigned to a rank as a whole; estimates
+of memory and FLOPs, and selection of the modules that are sharded or recomputed as units.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ class MyTask:
     def after_update(self, model): ...     optional: changes weights after each update
     def pipeline_parts(self, model): ...   optional: modules that form the model, for pipeline parallelism
 
-Reader of batches from a dataset, in the order and sizes that ``data/shard.py`` defines.
+Also here: reader of batches from a dataset, in the order and sizes that ``data/shard.py`` defines.
 """
 
 from __future__ import annotations

@@ -2,13 +2,8 @@
 
 Actions on this machine run in this process; actions on other hosts run in an agent, over ssh.
 
-Detection of hosts that stop responding.
-
-Environment variables that bind the communication of ranks on a host to its network interface.
-
-Each library reads only its own variables, so that they are set for all of them.
-
-The ssh configuration of a run, and explanations of ssh errors.
+Also here: detection of hosts that stop responding; the ssh configuration of a run, and explanations of ssh
+errors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Host lists and hostfiles: the hosts of a job, and their numbers of ranks.
 
-Network interface of ranks on a host: the requested one, or that of ssh or of the route to other hosts.
+Also here: the network interface of ranks on a host: the requested one, or that of ssh or of the route to
+other hosts; each library reads only its own variables for it, so that they are set for all of them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The container shares processes, network and shared memory with its host. The MPI
 the ranks, and the MPI library of the image connects them, so that both must fit each other:
 https://apptainer.org/docs/user/main/mpi.html (the hybrid model).
 
-Secrets of ranks, which are not written to command lines, logs or the run folder.
+Also here: secrets of ranks, which are not written to command lines, logs or the run folder.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@
     pbs           qsub       qstat              qsig, qdel         qsub, after the end of this job
     gridengine    qsub       qstat              qdel               qsub, after the end of this job
 
-Base class of launchers that start ranks on the nodes that a batch system has allocated to this process.
+Also here: base class of launchers that start ranks on the nodes that a batch system has allocated to this
+process.
 """
 
 from __future__ import annotations

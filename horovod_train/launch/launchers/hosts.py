@@ -1,10 +1,7 @@
 """Launcher of one rank in one process, without Horovod, for first tries, tests and debuggers.
 
-Launcher that starts ranks with ``horovodrun``, on this machine or on ssh hosts.
-
-Launcher that starts ranks with the engine's MPI library, on this machine or on ssh hosts.
-
-Base class of launchers that start and supervise ranks from a process on this machine.
+Also here: the launchers ``horovodrun`` and ``mpirun``, which start ranks on this machine or on ssh hosts,
+and their base class, which supervises ranks from a process on this machine.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ The number of ranks never changes while ranks run. Horovod's own elastic mode ch
 when a host leaves gracefully and too few remain (Horovod issue 3494), loses and repeats samples (3143, 3399),
 and unpickles data from the network (CVE-2024-10190).
 
-Hosts that an elastic job can use: listed, reachable over ssh, and not in cooldown after a failure.
+Also here: hosts that an elastic job can use: listed, reachable over ssh, and not in cooldown after a
+failure.
 """
 
 from __future__ import annotations

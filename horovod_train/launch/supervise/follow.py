@@ -2,15 +2,10 @@
 
 output of the launcher -> secrets hidden -> parsed -> followers: logs, stalls, targets, console, outcome
 
-Log files of ranks.
-
-Collection of the events of ranks, from all hosts, while the ranks run.
-
-Files with the metrics endpoints of a job, for Prometheus.
-
-Ranks that are missing from a collective, from events and from the text of Horovod's stall inspector.
-
-Detection of frozen ranks (stopped, swapping, blocked in a file system) by their hosts.
+Also here: log files of ranks; events of ranks, from all hosts, while they run; files with the metrics
+endpoints of a job, for Prometheus; ranks that are missing from a collective, from events and from the text
+of Horovod's stall inspector; frozen ranks (stopped, swapping, blocked in a file system), detected by their
+hosts.
 """
 
 from __future__ import annotations

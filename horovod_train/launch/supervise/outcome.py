@@ -1,6 +1,6 @@
 """The outcome of a run: success, or one error with the cause.
 
-Messages of launchers and MPI libraries about ranks that were killed, or that MPI has ended.
+Also here: messages of launchers and MPI libraries about ranks that were killed, or that MPI has ended.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ``horovod_train/system/processes.py`` defines the meaning of signals. Launchers are not used for this: mpirun
 kills its ranks one second after SIGTERM, horovodrun five seconds after it.
 
-Execution of a launch command: its output, and the end of all its descendants.
+Also here: execution of a launch command: its output, and the end of all its descendants.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """Functions for variables of TensorFlow and Keras, which have ``numpy`` and ``assign`` on all back ends.
 
-The part of a replica that TensorFlow and Keras have in common: a model of variables.
-
 Dynamic loss scaling: prevents underflow of fp16 gradients by the largest scale without overflow.
 
 The scale is updated after the all-reduce, when all ranks have the same gradients. All ranks therefore skip
 the same steps, without further communication.
-
-Replicas whose steps and evaluations the framework's own ``Trainer`` performs.
 
 Compare the loss of several ranks with that of one process, for frameworks without hooks of gradients.
 
 The reference of a job on n ranks is one process with all samples of a step. If the loss is a mean over
 samples, that of a batch is the mean of the losses of its halves. Each rank computes these three losses of the
 same few samples. PyTorch's jobs compare gradients instead (``torch/verify/one_process.py``).
+
+Also here: the part of a replica that TensorFlow and Keras have in common: a model of variables; replicas
+whose steps and evaluations the framework's own ``Trainer`` performs.
 """
 
 from __future__ import annotations

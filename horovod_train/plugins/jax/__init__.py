@@ -1,7 +1,7 @@
 """JAX on Horovod.
 
+framework.py   jobs, and the gradient transformation for users of optax
 in_place.py    Python callbacks that change buffers of compiled code in place
-optax.py       gradient transformation for users of optax
 
 Horovod has no binding for JAX. Its PyTorch binding sums JAX arrays, which it receives as plain memory.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["average_over_ranks", "broadcast", "init"]
 __getattr__ = attributes_in(
     __name__,
-    {"average_over_ranks": "optax", "broadcast": "optax", "init": "optax"},
+    {"average_over_ranks": "framework", "broadcast": "framework", "init": "framework"},
 )
 
 SUPPORT = FrameworkSupport(
@@ -29,6 +29,6 @@ SUPPORT = FrameworkSupport(
     "0.10.2",
     "ours, in jax.jit",
     (*compiles_itself("JAX", has_sample_randomness=True), lacks_bfloat16("JAX")),
-    affected_by=("jaxlib", "optax"),
+    affected_by=("jaxlib", "framework"),
     modules=frozenset({"jax"}),
 )

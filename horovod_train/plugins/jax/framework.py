@@ -14,8 +14,6 @@ class MyTask:
 rank; with ``train.randomness: sample``, it contains a key for each sample, shape [samples, 2], for
 ``jax.vmap``. An evaluation without ``metrics`` calls ``loss`` with ``rng=None``.
 
-The training step: a compiled function for both passes and the sum over ranks, and one for the update.
-
 Sums of arrays over ranks in compiled JAX code.
 
 On a CPU, Horovod sums in the memory of XLA's buffers. For each byte of gradient, the host copies one byte
@@ -36,6 +34,9 @@ Example::
 
 Put ``average_over_ranks`` first in the chain: then all ranks clip and update with the gradient of the global
 batch.
+
+Also here: the training step: a compiled function for both passes and the sum over ranks, and one for the
+update.
 """
 
 from __future__ import annotations

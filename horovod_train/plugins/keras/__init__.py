@@ -1,12 +1,9 @@
 """Keras 3 on Horovod, with the back ends TensorFlow, PyTorch and JAX.
 
 back_ends/     differences between TensorFlow, PyTorch and JAX: exchange, devices, random generators
-optimizer.py   optimizers that average gradients over ranks
-losses.py      check that ranks can average a loss
-dataset.py     arrays, split over ranks
-feed.py        batches with sample weights, for model.fit
-stream.py      batches as a dataset of TensorFlow
-callbacks.py   broadcast of the initial state, exact metrics, learning rate
+data.py        batches with sample weights for model.fit, and arrays that are split over ranks
+framework.py   jobs: the replica, the task, and the check that ranks can average a loss
+optimizer.py   optimizers that average gradients, and callbacks: initial state, exact metrics, learning rate
 
 In a script:
 
@@ -48,12 +45,12 @@ __all__ = ["BroadcastState", "ExactMetrics", "ScaledLearningRate", "ShardedDatas
 __getattr__ = attributes_in(
     __name__,
     {
-        "BroadcastState": "callbacks",
-        "ExactMetrics": "callbacks",
-        "ScaledLearningRate": "callbacks",
-        "ShardedDataset": "dataset",
+        "BroadcastState": "optimizer",
+        "ExactMetrics": "optimizer",
+        "ScaledLearningRate": "optimizer",
+        "ShardedDataset": "data",
         "distribute": "optimizer",
-        "init": "collectives",
+        "init": "optimizer",
     },
 )
 

@@ -4,14 +4,14 @@ Keras reads the same number of micro-batches in every step, and averages their g
 epoch, a rank may have fewer samples. Sample weights correct the mean, and a rank without samples reads a
 spare batch with weight 0. Weights in full steps are 1.
 
-Arrays, split over ranks, for ``model.fit``.
-
 Batches for ``model.fit`` on TensorFlow, as a dataset that is not a generator.
 
 Keras converts a generator to ``Dataset.from_generator``. On Python 3.11 and later, that operation changes a
 setting of glibc, permanently and for the whole process (``ApplyPython311MemoryPatch`` in TensorFlow 2.21):
 freed blocks above 128 KiB are returned to the system. Each tensor of each step then needs new memory pages.
 This made steps of the benchmark network 1.2 times as long.
+
+Also here: arrays, split over ranks, for ``model.fit``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The framework Keras: replica, readers and random state of a job, and training by ``model.fit``.
 
-The Keras model of one rank: state, evaluation, running statistics.
-
 Interface of a task for Keras.
 
 class MyTask:
@@ -17,6 +15,8 @@ Refusal of Keras losses whose mean over ranks is not the loss of the joint batch
 In the last step of an epoch, ranks have different numbers of samples. Sample weights correct a loss that is a
 mean over samples. They have no effect on losses that layers add, or on a mean over the values that a mask
 keeps.
+
+Also here: the Keras model of one rank: state, evaluation, running statistics.
 """
 
 from __future__ import annotations

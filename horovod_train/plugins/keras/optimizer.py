@@ -4,9 +4,8 @@ Keras 3 calls none of the methods that Horovod's ``DistributedOptimizer`` overri
 its own model, without an error. This module overrides ``_clip_gradients``, which Keras calls once per update
 on all back ends, after accumulation and before clipping.
 
-Callbacks for ``model.fit``: broadcast of the initial state, exact metrics, scaled learning rate.
-
-Communicator for the back end of Keras.
+Also here: callbacks for ``model.fit``: broadcast of the initial state, exact metrics, scaled learning rate;
+communicator for the back end of Keras.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Launcher ``mpijob``: renders, validates, dry-runs, creates and monitors MPIJobs.
 
-Status of an MPIJob, from its conditions, its pods and its warning events.
+Also here: status of an MPIJob, from its conditions, its pods and its warning events.
 """
 
 from __future__ import annotations

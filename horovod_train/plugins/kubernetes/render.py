@@ -7,7 +7,8 @@
 
 ``docs/kubernetes.md`` contains the reasons for the values.
 
-Kubernetes objects as plain data: access to fields (a missing field is empty), merge patches, and YAML.
+Also here: Kubernetes objects as plain data: access to fields (a missing field is empty), merge patches, and
+YAML.
 """
 
 from __future__ import annotations

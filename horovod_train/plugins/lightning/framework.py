@@ -1,7 +1,5 @@
 """The framework Lightning: replica and readers of a job, and training by ``Trainer``.
 
-Callbacks and hooks of a Lightning module and its task: their state, and refusal of unsupported ones.
-
 Interface of a task for Lightning.
 
 class MyTask:
@@ -13,7 +11,8 @@ class MyTask:
 
 The job sets the optimizer and its learning rate: ``configure_optimizers`` is not called.
 
-Losses of a module that are compared with those of one process.
+Also here: callbacks and hooks of a Lightning module and its task, with their state, and refusal of
+unsupported ones; losses of a module that are compared with those of one process.
 """
 
 from __future__ import annotations

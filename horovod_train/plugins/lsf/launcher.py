@@ -1,6 +1,7 @@
 """Batch scripts for LSF, which ``render`` and ``--dry-run`` print. They were not run on an LSF system.
 
-Launcher that starts ranks on the hosts of this process's LSF job. It was not run on an LSF system.
+Also here: the launcher that starts ranks on the hosts of this process's LSF job. It was not run on an LSF
+system.
 """
 
 from __future__ import annotations

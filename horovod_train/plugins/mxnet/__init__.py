@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedTrainer", "broadcast", "init"]
 __getattr__ = attributes_in(
     __name__,
-    {"DistributedTrainer": "trainer", "broadcast": "trainer", "init": "trainer"},
+    {"DistributedTrainer": "framework", "broadcast": "framework", "init": "framework"},
 )
 
 SUPPORT = FrameworkSupport(

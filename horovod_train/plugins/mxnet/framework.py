@@ -10,13 +10,9 @@ class MyTask:
     def eval_data(self): ...            optional: data for evaluation
     def metrics(self, model, batch): .. optional: {name: one value per sample}
 
-The training step: forward and backward passes by gluon, sum over ranks, update.
-
-Gluon Trainer that averages gradients over ranks, for users' own training loops.
-
-Sums of gradients over ranks, with MXNet.
-
-Communicator that uses Horovod's MXNet binding.
+Also here: the training step: forward and backward passes by gluon, sum over ranks, update; gluon Trainer
+that averages gradients over ranks, for users' own training loops; sums of gradients over ranks, with MXNet;
+communicator that uses Horovod's MXNet binding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Launcher of jobs in PBS (OpenPBS, PBS Professional 19 and later).
 
-Launcher that starts ranks on the hosts of this process's PBS job.
-
-Hosts are reached by ssh, because PBS's own remote shell (``pbs_tmrsh``) does not pass on standard input.
+Also here: the launcher that starts ranks on the hosts of this process's PBS job. They are reached by ssh,
+because PBS's own remote shell (``pbs_tmrsh``) does not pass on standard input.
 """
 
 from __future__ import annotations

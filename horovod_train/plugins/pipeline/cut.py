@@ -11,7 +11,7 @@ Stages call the model's own modules, with their own ``forward``, hooks and state
 do not change. Stages may end inside the modules that contain the model's layers, which are opened for
 tracing. If this yields too few pieces, the largest of the other modules are opened, too.
 
-Stages of a traced model: graphs that call the model's own modules.
+Also here: stages of a traced model: graphs that call the model's own modules.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ The fraction of time in which a rank is idle (the bubble) is (p - 1) / (m + p - 
 Sources: Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., "PipeDream-Flush" and the interleaved
 schedule in "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
 
-Stages of a pipeline, and the smaller pieces of a model that form them.
+Also here: stages of a pipeline, and the smaller pieces of a model that form them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The micro-batches of a step (``train.accumulation_steps``) are processed concurrently, in the order of a
 schedule. The rank with the first stage reads inputs, and the rank with the last stage computes the loss. Both
-call the task with a stand-in for the model (``stand_ins.py``).
+call the task with a stand-in for the model (``values.py``).
 
 Several pipelines are data-parallel replicas, and ranks with the same stage sum their gradients with
 Horovod. The result equals that of a single process with the same micro-batches.

@@ -9,7 +9,8 @@ A trace contains only operations on tensors. Other effects would be lost: changi
 storing a value in Python, drawing a random number that does not depend on the input, or reading a weight
 other than by its attribute. Code with such effects is refused with its line.
 
-Lengths and numbers of inputs in traced code: traced if possible, otherwise required to be constant.
+Also here: lengths and numbers of inputs in traced code: traced if possible, otherwise required to be
+constant.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Where this machine has fewer cores than a trial has ranks, the trial trains the same global batches with fewer
 ranks and more micro-batches, which gives the same weights (``train.global_batch_size``).
 
-Results of trials: what a run's events contain, and the file of a study.
-
 Evidence that a policy on some number of ranks is worse than the base of a study.
 
 Each row has the same seeds as the base, so that differences are paired. Two things may be wrong with a row:
@@ -17,6 +15,8 @@ Both are tested for the metric and for the loss. With ``m`` rows there are ``4 m
 ``LEVEL / 4 m`` (Bonferroni): a study without a difference reports one with a probability of at most
 ``LEVEL``. Few seeds say little about a variance: it is taken to be the median of the rows; for the mean, that
 of the row if it is larger; for one seed, without that of its row.
+
+Also here: results of trials: what a run's events contain, and the file of a study.
 """
 
 from __future__ import annotations

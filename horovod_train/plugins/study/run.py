@@ -19,7 +19,7 @@ Between two batches, the loss is interpolated in the logarithm of the batch.
 
 Source: Merrill et al., "Critical Batch Size Revisited", arXiv:2505.23971.
 
-The report of a study: its table, sentences and charts.
+Also here: the report of a study: its table, sentences and charts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The table of a study: a row per policy and number of ranks, with means over seeds and comparisons.
 
-Advice before a run: whether a study of the job has found the global batch to lose accuracy.
+Also here: advice before a run: whether a study of the job has found the global batch to lose accuracy.
 """
 
 from __future__ import annotations

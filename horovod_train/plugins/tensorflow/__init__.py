@@ -1,4 +1,4 @@
-"""TensorFlow on Horovod; ``tape.py`` is for users' own training loops."""
+"""TensorFlow on Horovod: jobs, and a gradient tape for users' own training loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedGradientTape", "broadcast", "init"]
 __getattr__ = attributes_in(
     __name__,
-    {"DistributedGradientTape": "tape", "broadcast": "tape", "init": "tape"},
+    {"DistributedGradientTape": "framework", "broadcast": "framework", "init": "framework"},
 )
 
 SUPPORT = FrameworkSupport(

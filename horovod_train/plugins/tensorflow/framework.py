@@ -32,7 +32,7 @@ Sums of gradients over ranks in a TensorFlow graph.
 Each bucket is one all-reduce. TensorFlow runs an operation of a graph as soon as its inputs are available: a
 bucket is sent while the backward pass computes the next one.
 
-Communicator that uses Horovod's TensorFlow binding.
+Also here: communicator that uses Horovod's TensorFlow binding.
 """
 
 from __future__ import annotations

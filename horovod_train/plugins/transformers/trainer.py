@@ -4,12 +4,12 @@ Accelerate must detect a single process, because it initializes torch.distribute
 implements what Accelerate does for several processes: parts of the data, the sum of gradients, the mean over
 tokens, the evaluation, and writing of files on rank 0.
 
-Micro-batches of an epoch for ``Trainer``, as lists of indices.
-
 Whether a loss is divided by the number of items (labels, tokens) of the whole step.
 
 Trainer passes this number to each model whose ``forward`` accepts further arguments. Many models ignore it,
 such as BertForSequenceClassification, and return a mean over the labels of their batch.
+
+Also here: micro-batches of an epoch for ``Trainer``, as lists of indices.
 """
 
 from __future__ import annotations

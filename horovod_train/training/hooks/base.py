@@ -1,13 +1,12 @@
 """Base class of hooks, and the objects from which hooks are created.
 
-Arguments of the optimizer that follow schedules (``optimizer.schedules``).
-
-Functions for jobs and users' own loops: record a step, save, resume.
-
 Periodic exchange of data between ranks, about twice a second, in one all-gather.
 
 A collective takes about a millisecond. Therefore, it is not called in each step, and one collective transfers
 the data of all hooks, such as the preemption flag and step times.
+
+Also here: arguments of the optimizer that follow schedules (``optimizer.schedules``); functions for jobs
+and users' own loops: record a step, save, resume.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Check that replicas are identical on all ranks; a difference ends training.
 
-Comparisons of the gradient of all ranks with that of one process.
-
-Comparison of the state in Python between ranks, and reports of state that checkpoints do not contain.
-
-Random generators during evaluations.
+Also here: comparison of the gradient of all ranks with that of one process; comparison of the state in
+Python between ranks, and reports of state that checkpoints do not contain; random generators during
+evaluations.
 """
 
 from __future__ import annotations

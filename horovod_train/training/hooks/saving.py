@@ -1,12 +1,12 @@
 """Periodic checkpoints of the job, and one at the end of training.
 
-Evaluations within an epoch; the loop evaluates at the end of an epoch.
-
 Preemption without loss of work: after a signal to any rank, all ranks stop after the same step.
 
     signal on one rank -> flag -> exchanged at a step boundary -> all ranks save -> all exit with code 75
 
 The flag is part of the periodic exchange between ranks, about twice a second (``training/hooks/base.py``).
+
+Also here: evaluations within an epoch; the loop itself evaluates at the end of an epoch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Human-readable reports of training progress.
 
-Prometheus metrics of this rank.
-
-Experiment trackers of the job, which receive losses and metrics on rank 0.
-
-Attribution of waiting time to ranks, from the exchanged wait and phase times of all ranks.
-
-Gradient noise scale: averages the moments of measured steps, and reports the critical batch size.
+Also here: metrics of this rank for Prometheus; experiment trackers of the job, which receive losses and
+metrics on rank 0; attribution of waiting time to ranks, from the exchanged wait and phase times of all
+ranks; the gradient noise scale and the critical batch size.
 """
 
 from __future__ import annotations

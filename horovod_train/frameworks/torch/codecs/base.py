@@ -5,7 +5,8 @@ A codec is a module of this package (or of another package) and one row of ``reg
 collectives, and ``body`` then contains the sum over ranks. The collectives of a bucket may depend on each
 other; those of different buckets overlap.
 
-Dense codecs: an in-place all-reduce of all elements of a gradient, in 32 bits or rounded to 16 bits.
+Also here: dense codecs: an in-place all-reduce of all elements of a gradient, in 32 bits or rounded to 16
+bits.
 """
 
 from __future__ import annotations

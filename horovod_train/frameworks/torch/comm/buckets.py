@@ -11,11 +11,11 @@ bitwise reproducible. A trailer is summed in each step, within the last bucket o
 
     used      one flag per parameter: this rank has its gradient. The ``grad`` of a parameter that no rank
               uses remains None, as in a single process
-    noise     sums of the parts of the step, for the gradient noise scale (``step/noise.py``), if enabled
+    noise     sums of the parts of the step, for the gradient noise scale (``step/deferred.py``), if enabled
     changed   flag: this rank's set of trained parameters has changed
     loss      this rank's part of the loss; the sum is the loss of the step
 
-Exchange of a bucket under the strategy ``zero``: a reduce-scatter that returns this rank's part.
+Also here: exchange of a bucket under the strategy ``zero``: a reduce-scatter that returns this rank's part.
 """
 
 from __future__ import annotations

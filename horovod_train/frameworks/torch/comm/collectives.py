@@ -1,8 +1,6 @@
 """Collectives on PyTorch tensors: through Horovod's PyTorch binding, or in a single process.
 
-MPI in addition to Horovod, through mpi4py.
-
-Sums of tensors over ranks, after the backward pass.
+Also here: MPI in addition to Horovod, through mpi4py; sums of tensors over ranks, after the backward pass.
 """
 
 from __future__ import annotations

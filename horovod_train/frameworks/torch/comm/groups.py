@@ -361,7 +361,7 @@ def init_process_group(ranks: Communicator, device: torch.device, health: Health
         return
     interface, address = choose_address(allgather_json(ranks, ranks.host), os.environ)
     export_interface(interface, os.environ)
-    # Capacity of PyTorch's flight recorder (see watch.py), read when the first group is created.
+    # Capacity of PyTorch's flight recorder, read when the first group is created.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
     timeout = timedelta(seconds=health.stall_shutdown_s)
     try:

@@ -3,13 +3,10 @@
 A checkpoint contains the whole state: weights, and optimizer state by parameter name. A rank may load all of
 it or a shard, under any strategy and number of ranks.
 
-Conversion between tensors and arrays of a checkpoint.
-
-Parameters that ``fully_shard`` does not shard, with reasons: each rank stores them whole.
-
-The trained parameters of a model. They may change between steps, identically on all ranks.
-
-Initial weights from a file; a model on the meta device loads only this rank's shard.
+Also here: conversion between tensors and arrays of a checkpoint; parameters that ``fully_shard`` does not
+shard, which each rank stores whole; the trained parameters of a model, which may change between steps,
+identically on all ranks; initial weights from a file, of which a model on the meta device loads only this
+rank's shard.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Base class of the PyTorch replica: state and evaluation of a rank's model, without training steps.
 
-Save and load the state of a replica in a checkpoint.
-
-Run a task's step with fake tensors, which have shape and dtype but no memory.
+Also here: state of a replica in a checkpoint; a task's step with fake tensors, which have shape and dtype
+but no memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The PyTorch optimizer of a job (on a GPU in its fused form, if that is equivalent), and learning rates.
 
-Elementwise optimizers: each element is updated independently, so a rank can update a slice of a weight.
+Also here: elementwise optimizers: each element is updated independently, so a rank can update a slice of a
+weight.
 """
 
 from __future__ import annotations

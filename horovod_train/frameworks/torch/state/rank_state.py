@@ -6,9 +6,8 @@ The rule of a key defines what a rank loads from a checkpoint of another number 
     SAME  equal on all ranks: rank 0 saves it, and all ranks load it
     RANK  specific to a rank: each rank loads its own state; additional ranks load nothing
 
-Python state of a task and a model, that is, state other than parameters and buffers.
-
-State and seeds of the random generators of Python, NumPy and PyTorch.
+Also here: python state of a task and a model, that is, state other than parameters and buffers; state and
+seeds of the random generators of Python, NumPy and PyTorch.
 """
 
 from __future__ import annotations

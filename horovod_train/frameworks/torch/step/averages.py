@@ -7,7 +7,8 @@ weights of an optimizer with two modes (``ScheduleFreeAdamW``: ``optimizer.eval(
 stores the averages of its local shard. A checkpoint contains averaged and trained weights. The trained
 weights are restored exactly after an evaluation.
 
-Running statistics of normalization layers, which a forward pass changes even if the step is skipped.
+Also here: running statistics of normalization layers, which a forward pass changes even if the step is
+skipped.
 """
 
 from __future__ import annotations

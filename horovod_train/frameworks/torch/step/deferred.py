@@ -1,7 +1,5 @@
 """Deferred results: the result of a step on a device is read later, so that the host does not block.
 
-Time on a device, measured by events in its queue: the host only enqueues work.
-
 Squared norms of the gradients of parts of a step, for the gradient noise scale (``training/noise.py``).
 
 A part is the gradient that a rank passes to the all-reduce: that of its samples, or of one micro-batch if
@@ -12,6 +10,8 @@ of the gradients. A single rank compares its first micro-batch with the whole st
 
     a part p has the gradient c_p = w_p g_p, with w_p: its fraction of the step's samples (or counted units)
     mean over parts of |g_p|^2, weighted by w_p:   sum of |c_p|^2 / w_p
+
+Also here: time on a device, measured by events in its queue: the host only enqueues work.
 """
 
 from __future__ import annotations
@@ -439,7 +439,9 @@ def squares_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
     wide = [each.float() if each.dtype in {torch.float16, torch.bfloat16} else each for each in dense]
     reals = [torch.view_as_real(each) if each.is_complex() else each for each in wide]
-    if reals[0].device.type == "cpu":  # a dot product is faster, and more exact, than a norm (see norm.py)
+    if (
+        reals[0].device.type == "cpu"
+    ):  # a dot product is faster, and more exact, than a norm (see strategies/base.py)
         flat = [each.reshape(-1) for each in reals]
         return torch.stack([each.dot(each).float() for each in flat])
     return torch.stack(torch._foreach_norm(reals)).square().float()  # noqa: SLF001

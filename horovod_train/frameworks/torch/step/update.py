@@ -8,14 +8,15 @@ device applies the same rules, and the optimizer receives the decision as a tens
 skip the step if ``found_inf`` is 1. After a step that ends training, later steps are skipped until the host
 has read the result.
 
-A task's ``after_update(model)``, which changes weights after each update, identically on all ranks.
-
 The loss of a step: a sum over micro-batches and ranks.
 
 A task returns a mean over the samples of a micro-batch, which is weighted by the micro-batch's part of the
 step's samples; or a sum and a count, for a mean over other units (tokens except padding, samples that
 ``collate`` has retained, class weights). Sums and counts are added over the whole step; at its end, the total
 loss and the gradients are divided by the total count.
+
+Also here: the loss of a step; a task's ``after_update(model)``, which changes weights after each update,
+identically on all ranks.
 """
 
 from __future__ import annotations

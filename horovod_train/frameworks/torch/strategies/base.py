@@ -28,7 +28,7 @@ in this order:
       after_update       after the optimizer's step, or after a skipped step
     close        detaches all hooks: Lightning uses the model after training
 
-The norm of gradients, which is as accurate on a CPU as on a GPU.
+Also here: the norm of gradients, which is as accurate on a CPU as on a GPU.
 """
 
 from __future__ import annotations

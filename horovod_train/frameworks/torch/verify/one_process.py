@@ -15,12 +15,12 @@ random generators and the state in Python are as before. Weights that a pass has
 Of a gradient, only a random projection is kept, whose length is that of the gradient within about 5 %
 (Johnson and Lindenstrauss, 1984): a copy would need memory.
 
-Compare tensors of several ranks by a sum of their bits, on any device.
-
 Decides whether ranks have memory for comparisons.
 
 The plain model with which the first steps are compared has whole weights, gradients and optimizer state. A
 job that shards its model because it does not fit on one device must not fail because of a comparison.
+
+Also here: compare tensors of several ranks by a sum of their bits, on any device.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 One process and several ranks draw different numbers, so that their gradients can only be compared without
 randomness. Each operation that draws returns a value that every sample may have drawn.
 
-Random projections of gradients, which are compared in place of copies.
+Also here: random projections of gradients, which are compared in place of copies.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ Copy a task for the steps of the reference model during verification.
 The copy has its own state, except shared state: class attributes, module variables, and variables captured by
 closures. A change of shared state is refused, because the loss is called twice and would change it twice.
 
-Checks of a replica, its optimizer and its strategy in the first steps.
-
-Checks that a model can be trained and saved, before training starts.
+Also here: checks of a replica, its optimizer and its strategy in the first steps; checks that a model can
+be trained and saved, before training starts.
 """
 
 from __future__ import annotations

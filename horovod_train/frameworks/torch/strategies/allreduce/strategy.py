@@ -1,7 +1,7 @@
 """All-reduce: gradients are summed over ranks during the backward pass, and all replicas are identical.
 
 Gradients are packed into flat buckets in the order of the backward pass, and each bucket is summed by one
-in-place all-reduce (``comm/gradient_pipeline.py``). The loss of a micro-batch is weighted by its fraction of
+in-place all-reduce (``torch/comm/buckets.py``). The loss of a micro-batch is weighted by its fraction of
 the step's samples before the backward pass. The sum over ranks is therefore the mean over samples, for any
 number of samples per rank.
 

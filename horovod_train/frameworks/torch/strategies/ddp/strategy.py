@@ -1,6 +1,6 @@
 """PyTorch's ``DistributedDataParallel``: replicas are identical, and PyTorch sums their gradients.
 
-Base of strategies that use PyTorch's collectives.
+Also here: base of strategies that use PyTorch's collectives.
 """
 
 from __future__ import annotations

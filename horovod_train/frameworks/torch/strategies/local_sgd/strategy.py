@@ -12,7 +12,7 @@ mean. With ``every_steps: 1`` and an optimizer that is linear in the gradient (S
 decay), the mean therefore equals the step of the global batch. The last step of an epoch is always followed
 by averaging, so that evaluation, checkpoints and comparisons use identical replicas.
 
-With ``outer``, the averaged update is the gradient of an outer optimizer (``outer.py``, DiLoCo), which
+With ``outer``, the averaged update is the gradient of an outer optimizer (DiLoCo), which
 allows more steps between means. With ``allreduce_steps``, the first steps all-reduce gradients, and
 local steps follow (post-local SGD), when weights change more slowly.
 

@@ -4,7 +4,8 @@ A linear layer is sharded by its outputs (colwise) and the next one by its input
 exchange activations once for two layers. Tensor-parallel ranks read the same samples. Data-parallel ranks
 store the same shards, read different samples, and sum their gradients with Horovod.
 
-Base of strategies that split a model over ranks, and sum gradients of data-parallel ranks with Horovod.
+Also here: base of strategies that split a model over ranks, and sum gradients of data-parallel ranks with
+Horovod.
 """
 
 from __future__ import annotations
