@@ -40,14 +40,14 @@ class InBlocks:
         AttributeWaiting.on_gathered = hear_if_on  # type: ignore[method-assign]
 
     def _tell(self, kind: Any) -> None:
-        plain: Callable[..., None] = kind.on_reading
+        plain: Callable[..., None] = kind.on_result
 
-        def on_reading(hook: Any, run: Any, report: Any) -> None:
+        def on_result(hook: Any, run: Any, report: Any) -> None:
             self.is_on = is_recorded(report.step - 1)
             if self.is_on:
                 plain(hook, run, report)
 
-        kind.on_reading = on_reading
+        kind.on_result = on_result
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ class Step:
 def rank_main(schedule: str, num_micro_batches: str, layer_ms: str) -> None:
     """Make steps on this rank; rank 0 prints what all have done in each."""
     torch.set_num_threads(1)
-    arguments = {"schedule": schedule, "chunks_per_rank": SCHEDULES[schedule]}
+    arguments = {"schedule": schedule, "virtual_stages_per_rank": SCHEDULES[schedule]}
     num = int(num_micro_batches)
     job = Job.model_validate(
         {

@@ -29,13 +29,13 @@ def is_tracked(step: int) -> bool | None:
 
 def track_in_blocks() -> None:
     """Let the hook of trackers ignore every second block."""
-    plain: Any = Track.on_reading
+    plain: Any = Track.on_result
 
-    def on_reading(hook: Any, run: Any, report: Any) -> None:
+    def on_result(hook: Any, run: Any, report: Any) -> None:
         if (report.step - 1) // BLOCK_STEPS % 2 == 0:
             plain(hook, run, report)
 
-    Track.on_reading = on_reading  # type: ignore[method-assign]
+    Track.on_result = on_result  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

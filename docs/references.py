@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from horovod_train.cli.main import VERBS, cli
+from horovod_train.cli.main import COMMANDS, cli
 
 PACKAGE = Path(__file__).parents[1] / "horovod_train"
 
@@ -27,9 +27,9 @@ or a file; `ID` is the ID of a job that `run` and `submit` print, or a unique pr
 
 def cli_reference() -> str:
     """Return the page of commands, with their arguments and options."""
-    lines = [CLI + "\n".join(f"| [`{name}`](#{name}) | {text} |" for name, (_, text) in VERBS.items()), ""]
+    lines = [CLI + "\n".join(f"| [`{name}`](#{name}) | {text} |" for name, (_, text) in COMMANDS.items()), ""]
     context = click.Context(cli, info_name="horovod-train")
-    for name in VERBS:
+    for name in COMMANDS:
         command = cli.get_command(context, name)
         assert command is not None
         lines += _command(command, f"horovod-train {name}", name)

@@ -2,7 +2,7 @@
 
     HorovodTrainError        1
     |-- UserError            2   ConfigError, DeviceMemoryError, KeyUsedError, UnknownNameError
-    |-- OperationalError     1   EngineError, LaunchError (LostError, UnansweredError), WorldError,
+    |-- OperationalError     1   EngineError, LaunchError (LostError, LauncherTimeoutError), WorldError,
     |                            CheckpointError, DesyncError, NcclError, GpuError, PeerError, ServerError
     |-- JobFailedError      that of the job
     |-- KernelError          1
@@ -122,7 +122,7 @@ class ServerError(OperationalError):
     """A server of ``horovod-train serve`` does not respond, or has failed."""
 
 
-class UnansweredError(LaunchError):
+class LauncherTimeoutError(LaunchError):
     """The system of a launcher did not answer in time: the request may have been carried out."""
 
 

@@ -188,15 +188,15 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         for number, (_, batch) in enumerate(self._planned):
             self._at = number
-            self.clock.lap("data")
+            self.clock.end_phase("data")
             yield batch
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of the current micro-batch, given its mean loss, shape []."""
-        self.clock.lap("forward")
+        self.clock.end_phase("forward")
         is_last = self._at == len(self._planned) - 1
         self._run.replica.backward(loss, self._planned.share_at(self._at), is_last=is_last)
-        self.clock.lap("backward")
+        self.clock.end_phase("backward")
 
     def finish(self, lr: float, *, want_norm: bool = False) -> Outcome:
         """Wait for the other ranks' gradients and update the weights.

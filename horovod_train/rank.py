@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.checkpoint.manager import Resumed as CheckpointContent
+from horovod_train.checkpoint.manager import CheckpointManager, LoadedCheckpoint
 from horovod_train.checkpoint.writing import WriteReport
 from horovod_train.collectives.base import Communicator, Mesh, allgather_json
 from horovod_train.config.schema import Job
@@ -259,7 +258,7 @@ def resume(
     return found
 
 
-def restore_from(run: Run, resumed: CheckpointContent, framework: HasGenerators) -> None:
+def restore_from(run: Run, resumed: LoadedCheckpoint, framework: HasGenerators) -> None:
     """Restore replica, progress and random state from a checkpoint."""
     resume_from(
         run.world,

@@ -160,7 +160,7 @@ MAX_WAIT_AT_THE_END_S = 60.0
 
 
 @dataclass(frozen=True)
-class Resumed:
+class LoadedCheckpoint:
     """Content of a checkpoint that a rank loads to resume.
 
     Attributes:
@@ -254,7 +254,7 @@ class CheckpointManager:
         generators = self._world.allgather(rng)
         if self._saved != progress or (wait and self._last_error()):
             owns = gather_to_rank_0(self._world, own)
-            self._collect_all()
+            self._join_pending_write()
             in_background = self._section.background and not wait
             writing = self._begin(step, (0,) if holders is None else holders.writers)
             self._writing = writing
@@ -264,12 +264,12 @@ class CheckpointManager:
                 )
                 self._pending = self._writer.submit(self._write, writing, content)
             if not in_background:
-                self._collect_all()
+                self._join_pending_write()
         self._saved = dict(progress)
         if wait and (error := self._last_error()):
             raise CheckpointError(f"the last checkpoint was not written: {error}")
 
-    def latest(self) -> Resumed | None:
+    def latest(self) -> LoadedCheckpoint | None:
         """Return the newest valid checkpoint; None: there is none, or ``checkpoint.resume`` is ``never``.
 
         With ``never``, rank 0 renames existing checkpoints, so that they are no longer listed.
@@ -298,7 +298,7 @@ class CheckpointManager:
         resumed, self._history = self._read_on_all_ranks(name)
         return resumed
 
-    def at(self, step: int) -> Resumed:
+    def at(self, step: int) -> LoadedCheckpoint:
         """Return the checkpoint of a step, after a write in progress has completed.
 
         Raises:
@@ -306,7 +306,7 @@ class CheckpointManager:
         """
         problem = ""
         name = f"step-{step:012d}"
-        self._collect_all()
+        self._join_pending_write()
         if self._world.rank == 0:
             found = [stored.name for stored in store.list_checkpoints(self.directory)]
             problem = "" if name in found else f"{self.directory} has no {name}"
@@ -317,7 +317,7 @@ class CheckpointManager:
         self._saved = resumed.progress
         return resumed
 
-    def _read_on_all_ranks(self, name: str) -> tuple[Resumed, list[dict[str, object]]]:
+    def _read_on_all_ranks(self, name: str) -> tuple[LoadedCheckpoint, list[dict[str, object]]]:
         resumed, history, problem = self._read(name)
         problems = allgather_json(self._world, problem)
         failed = [rank for rank, found in enumerate(problems) if found]
@@ -423,7 +423,7 @@ class CheckpointManager:
         except OSError as problem:
             log.warning("old checkpoints were not removed: %s", problem)
 
-    def _collect_all(self) -> None:
+    def _join_pending_write(self) -> None:
         """Wait for the write in progress on all of its writers, so that two writes never overlap."""
         writing = self._writing
         if writing is not None and len(writing.writers) > 1:
@@ -444,7 +444,7 @@ class CheckpointManager:
 
     def _last_error(self) -> str:
         """Return the error of the last write after it has ended; empty: it succeeded. Collective."""
-        self._collect_all()
+        self._join_pending_write()
         error: str = broadcast_json(self._world, self._last_report.error if self._last_report else "")
         return error
 
@@ -486,7 +486,7 @@ class CheckpointManager:
                 "starting from the beginning: %d earlier checkpoint(s) were renamed to earlier-*", len(found)
             )
 
-    def _read(self, name: str) -> tuple[Resumed | None, list[dict[str, object]], str]:
+    def _read(self, name: str) -> tuple[LoadedCheckpoint | None, list[dict[str, object]], str]:
         """Return content, history, and error. The error is not raised, because other ranks would block."""
         try:
             content = store.read_checkpoint(self.directory / name)
@@ -504,7 +504,7 @@ class CheckpointManager:
         history = [entry.model_dump() for entry in known.history]
         changes = tuple(self._changes(content.documents["config"], known.environment))
         own = tuple(bytes(blob.data) for blob in content.arrays.get("own", {}).values())
-        return Resumed(name, state, document["progress"], rng, own, changes), history, ""
+        return LoadedCheckpoint(name, state, document["progress"], rng, own, changes), history, ""
 
     def _rank_generators(self, content: store.Stored) -> bytes | None:
         """Return this rank's generators; None: they were saved with another number of ranks."""

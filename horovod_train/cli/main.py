@@ -11,7 +11,7 @@ import click
 from horovod_train.errors import HorovodTrainError
 from horovod_train.version import __version__
 
-VERBS = {  # name: module and purpose
+COMMANDS = {  # name: module and purpose
     "run": ("horovod_train.cli.run", "Train a job, and wait until it ends."),
     "submit": ("horovod_train.cli.jobs", "Start a job, and return immediately."),
     "status": ("horovod_train.cli.jobs", "Show state, progress and slow ranks of a job."),
@@ -45,21 +45,21 @@ class LazyGroup(click.Group):
     """Group of commands, each a module that is imported only when its command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of commands in the order of ``VERBS``."""
-        return list(VERBS)
+        """Return the names of commands in the order of ``COMMANDS``."""
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import and return a command, or return None if it does not exist."""
-        if name not in VERBS:
+        if name not in COMMANDS:
             return None
-        module, _ = VERBS[name]
+        module, _ = COMMANDS[name]
         command: click.Command = getattr(import_module(module), f"{name}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -68,7 +68,7 @@ def cli() -> None:
     """Train with Horovod: one job description for one process or a thousand ranks.
 
     Exit codes: 0 success, 1 failure of the job, 2 usage or configuration error, 3 numerical error (NaN),
-    75 preempted and saved: run the job again to resume it.
+    75 preempted and saved: run the job again to resume it, 128 + n ended by signal n (143 after cancel).
     """
 
 

@@ -21,7 +21,7 @@ Command = TypeVar("Command", bound=Callable[..., object])
 
 job_id_argument = click.argument("job_id", metavar="ID")
 job_argument = click.argument("job", metavar="JOB")
-job_or_script_arguments = click.argument("job", metavar="JOB | -- ARGS", nargs=-1)
+job_or_script_arguments = click.argument("job", metavar="JOB | --script FILE [-- ARGS]", nargs=-1)
 
 
 class JobOrScriptCommand(click.Command):

@@ -25,12 +25,12 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=9301, show_default=True, type=click.IntRange(0, 65535), metavar="PORT")
 @click.option(
-    "--allow-ending", is_flag=True, help="Allow clients to drain and cancel jobs, also on the page."
+    "--allow-cancel", is_flag=True, help="Allow clients to drain and cancel jobs, also on the page."
 )
 @click.option(
     "--allow-submit",
     is_flag=True,
-    help="Allow clients to submit jobs with a token of the token file; includes --allow-ending.",
+    help="Allow clients to submit jobs with a token of the token file; includes --allow-cancel.",
 )
 @click.option("--tokens", type=FILE, help="File with lines `ROLE TOKEN`; a role is read, end or submit.")
 @click.option("--tls-cert", type=FILE, help="Certificate chain of the server, in PEM format, for HTTPS.")
@@ -40,7 +40,7 @@ def serve_command(
     host: str,
     port: int,
     *,
-    allow_ending: bool,
+    allow_cancel: bool,
     allow_submit: bool,
     tokens: Path | None,
     tls_cert: Path | None,
@@ -83,7 +83,7 @@ def serve_command(
         port=port,
         token=token,
         token_file=tokens,
-        max_role="submit" if allow_submit else "end" if allow_ending else "read",
+        max_role="submit" if allow_submit else "cancel" if allow_cancel else "read",
         tls=tls,
         with_submitted=not what,
     )

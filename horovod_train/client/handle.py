@@ -102,7 +102,7 @@ class JobAccess(Protocol):
 class JobHandle:
     """A job that was submitted. A handle may be created at any time, in any process.
 
-    Through a server, all methods may also raise ``ServerError`` (no response within ``patience_s``) and
+    Through a server, all methods may also raise ``ServerError`` (no response within ``retry_timeout_s``) and
     ``UserError`` (request rejected).
     """
 
@@ -131,7 +131,7 @@ class JobHandle:
     def state(self) -> State:
         """Current state.
 
-        One of waiting, starting, running, leaving (saving a checkpoint before the exit), succeeded, failed,
+        One of queued, starting, running, stopping (saving a checkpoint before the exit), succeeded, failed,
         preempted, cancelled, unknown.
         """
         return self.status().state
@@ -160,12 +160,25 @@ class JobHandle:
             JobFailedError: The job failed, was preempted or cancelled; the error has its status.
             TimeoutError: The job has not ended within ``timeout_s``; it continues.
         """
-        status = self.wait(timeout_s)
-        if status.state != "succeeded":
-            raise JobFailedError(
-                f"{self.id}: {status}", status, 1 if status.exit_code is None else status.exit_code
-            )
+        if (error := self.exception(timeout_s)) is not None:
+            raise error
         return self._access.result()
+
+    def done(self) -> bool:
+        """Return whether the job has ended."""
+        return self.status().has_ended
+
+    def exception(self, timeout_s: float = math.inf) -> JobFailedError | None:
+        """Block until the job has ended, and return the error that ``result`` raises; None: it succeeded.
+
+        Raises:
+            TimeoutError: The job has not ended within ``timeout_s``; it continues.
+        """
+        status = self.wait(timeout_s)
+        if status.state == "succeeded":
+            return None
+        code = 1 if status.exit_code is None else status.exit_code
+        return JobFailedError(f"{self.id}: {status}", status, code)
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """Yield the lines of the output, with the rank of each; with ``follow``, until the job ends."""

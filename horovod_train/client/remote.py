@@ -24,9 +24,9 @@ from horovod_train.errors import (
     ConfigError,
     KeyUsedError,
     LaunchError,
+    LauncherTimeoutError,
     Problem,
     ServerError,
-    UnansweredError,
     UserError,
 )
 from horovod_train.events.file import Record, Series, parsed_records
@@ -37,7 +37,7 @@ API = "/api/v1"
 PAUSE_S = 1.0
 LONG_POLL_S = 30.0
 MIN_RESPONSE_S, MAX_RESPONSE_S = 1.0, 60.0
-"""Time that a response may take; within these limits, what is left of ``patience_s``."""
+"""Time that a response may take; within these limits, what is left of ``retry_timeout_s``."""
 SUBMIT_S = 30.0
 """Time that a launcher may take to accept a job."""
 STREAM_TIMEOUT_S = 60.0
@@ -66,7 +66,7 @@ class Client:
         url: Address of the server, such as ``https://login1:9301``.
         token: Token of the server; None: the value of ``HOROVOD_TRAIN_TOKEN``.
         ca_file: File with the certificates to trust, in PEM format; None: those of the system.
-        patience_s: Time for which a request is repeated while the server does not respond.
+        retry_timeout_s: Time for which a request is repeated while the server does not respond.
 
     Raises:
         UserError: The URL is not valid, or there is no token.
@@ -78,7 +78,7 @@ class Client:
         token: str | None = None,
         *,
         ca_file: str | Path | None = None,
-        patience_s: float = 60.0,
+        retry_timeout_s: float = 60.0,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -94,7 +94,7 @@ class Client:
             )
         self._url = f"{parts.scheme}://{parts.netloc}{API}"
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._patience_s = patience_s
+        self._patience_s = retry_timeout_s
         context = ssl.create_default_context(cafile=ca_file) if parts.scheme == "https" else None
         is_loopback = parts.hostname in ("localhost", "127.0.0.1", "::1")
         proxies = [urllib.request.ProxyHandler({})] if is_loopback else []
@@ -396,7 +396,7 @@ def _as_error(error: HTTPError) -> Exception:
         return ConfigError("the job", problems)
     if error.code >= 500 and document.get("kind") != "unanswered":
         return ServerError(message)
-    kinds = {"key_used": KeyUsedError, "launch": LaunchError, "unanswered": UnansweredError}
+    kinds = {"key_used": KeyUsedError, "launch": LaunchError, "unanswered": LauncherTimeoutError}
     return kinds.get(str(document.get("kind")), UserError)(message, hint=hint)
 
 

@@ -42,7 +42,7 @@ from horovod_train.errors import (
 from horovod_train.horovod.bindings import allreduce_counters, gpu_allreduce_counters
 from horovod_train.horovod.environment import horovod_settings
 from horovod_train.horovod.mpi import refuse_other_launchers, require_world, started_as_one_of_many
-from horovod_train.system.processes import PREEMPTION_SIGNALS, kept
+from horovod_train.system.processes import PREEMPTION_SIGNALS, preserved_handlers
 
 KERNEL_LOG_HINT = "look for XID in the kernel's log (`dmesg | grep -i xid`), and at `nvidia-smi -q -d ECC`"
 BLOCKING_LAUNCH_HINT = "CUDA_LAUNCH_BLOCKING=1 in launch.env shows where"
@@ -182,7 +182,7 @@ class HorovodCommunicator:
             ) from error
         self.lost: tuple[type[Exception], ...] = (exceptions.HorovodInternalError,)
         try:
-            with kept(PREEMPTION_SIGNALS):
+            with preserved_handlers(PREEMPTION_SIGNALS):
                 self.hvd.init()
         except (RuntimeError, ValueError) as error:
             raise EngineError(
@@ -264,12 +264,12 @@ class HorovodCommunicator:
         try:
             return blocking()
         except self.lost as error:
-            raise explained(error, entry, self.rank) from error
+            raise translated(error, entry, self.rank) from error
         finally:
             self.waiting_since_s = self.waiting_in = None
 
 
-def explained(error: Exception, entry: Waiting, rank: int) -> HorovodTrainError:
+def translated(error: Exception, entry: Waiting, rank: int) -> HorovodTrainError:
     """Return this package's error for an exception that a collective of a rank raised."""
     message = str(error)
     if "mismatched" in message.lower():

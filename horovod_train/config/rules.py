@@ -568,10 +568,10 @@ def compile_is_supported(job: Job) -> Iterator[Problem]:
 
 def activations_are_chosen_once(job: Job) -> Iterator[Problem]:
     """Refuse an activation budget together with names of modules to recompute."""
-    if job.train.activations_mib is not None and job.train.activation_checkpointing:
+    if job.train.activation_memory_mib is not None and job.train.activation_checkpointing:
         yield Problem(
-            "train.activations_mib",
-            f"{job.train.activations_mib:g}",
+            "train.activation_memory_mib",
+            f"{job.train.activation_memory_mib:g}",
             "selects layers automatically, and cannot be combined with train.activation_checkpointing",
             "remove one of them",
         )
@@ -585,7 +585,7 @@ def randomness_is_supported(job: Job) -> Iterator[Problem]:
         "train.compile": "a compiled model does not call the functions that draw by sample",
         "train.cuda_graph": "a graph would repeat the random numbers of its capture",
         "train.activation_checkpointing": "layers are called again in the backward pass",
-        "train.activations_mib": "layers are called again in the backward pass",
+        "train.activation_memory_mib": "layers are called again in the backward pass",
     }
     for path, reason in fields.items():
         value = getattr(job.train, path.partition(".")[2])

@@ -121,7 +121,7 @@ class Train(Section):
     activation_checkpointing: list[Annotated[str, StringConstraints(min_length=1)]] = []
     """Name patterns of modules whose activations are recomputed, such as ``layers.*``."""
 
-    activations_mib: Annotated[float, Field(gt=0)] | None = None
+    activation_memory_mib: Annotated[float, Field(gt=0)] | None = None
     """Maximum activation memory per micro-batch, in MiB; as many layers as needed recompute their
     activations."""
 

@@ -52,7 +52,7 @@ class Attempt(Event):
     """Start of the ranks; an elastic job may have several attempts.
 
     Attributes:
-        number: Number of earlier attempts of this run.
+        number: Index of the attempt of this run, from 0.
         num_ranks: Number of ranks of this attempt.
         num_wanted: Number of ranks that the job requests.
         hosts: Hosts of the ranks; empty: this host.

@@ -48,7 +48,7 @@ class StepClock:
 
     @property
     def total_s(self) -> float:
-        """Seconds from the start to the last lap."""
+        """Seconds from the start to the end of the last phase."""
         return self._last - self._begun
 
     @property
@@ -57,8 +57,8 @@ class StepClock:
         wait_s = self.seconds.get(WAIT_PHASE)
         return None if wait_s is None else self.total_s - wait_s
 
-    def lap(self, phase: str) -> None:
-        """Add the time since the last lap (or the start) to a phase."""
+    def end_phase(self, phase: str) -> None:
+        """Add the time since the end of the last phase (or the start) to a phase."""
         now = perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from horovod_train.config.launch import Launch
 from horovod_train.config.schema import Job
-from horovod_train.errors import LaunchError, UnansweredError
+from horovod_train.errors import LaunchError, LauncherTimeoutError
 from horovod_train.horovod.toolchain import programs_path
 from horovod_train.launch.hosts.host_group import ssh_config
 from horovod_train.launch.hosts.hostlist import Host, hosts_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from horovod_train.launch.console import JobConsole
 
 State = Literal[
-    "waiting", "starting", "running", "leaving", "succeeded", "failed", "preempted", "cancelled", "unknown"
+    "queued", "starting", "running", "stopping", "succeeded", "failed", "preempted", "cancelled", "unknown"
 ]
 # Time for which clients retry when the system of a launcher does not respond.
 PATIENCE_S = 600.0
@@ -47,7 +47,7 @@ class LaunchRequest:
         run_dir: Absolute path of the job's folder, with checkpoints and a folder for each run.
         folder: Absolute path of the working directory of ranks.
         own_interface: This machine's network interface towards the hosts; None: not needed, or unknown.
-        attempt: Number of earlier attempts of this run.
+        attempt: Index of the attempt of this run, from 0.
         program: Python module and arguments of a rank; empty: the worker.
         num_wanted: Requested number of ranks, if the job may start with fewer; None: ``num_ranks``.
         is_once: The run is not started if it has been started before.
@@ -126,7 +126,7 @@ class LaunchPlan:
         env: Variables to add to the environment of the command.
         files: Contents by path; they are written before the command starts.
         note: Remark for readers of the plan; may be empty.
-        is_by_hand: ``argv`` is the equivalent command for a user; the launcher does not run it.
+        is_display_only: ``argv`` is the equivalent command for a user; the launcher does not run it.
         tag: Pattern of the tag before each line of a rank, with the rank as its group; empty: the command
             prints one of the tags in ``events/wire.py``.
     """
@@ -135,7 +135,7 @@ class LaunchPlan:
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[Path, str] = field(default_factory=dict)
     note: str = ""
-    is_by_hand: bool = False
+    is_display_only: bool = False
     tag: str = ""
 
     def write_files(self) -> None:
@@ -160,7 +160,7 @@ class LaunchPlan:
         variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
         command = " \\\n  ".join([*variables, shlex.join(self.argv)])
         note = [f"# {self.note}"] if self.note else []
-        return "\n".join([*note, f"# {command}" if self.is_by_hand else command])
+        return "\n".join([*note, f"# {command}" if self.is_display_only else command])
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,9 @@ def call(*command: str, hint: str = "", with_errors: bool = False) -> str:
             f"{command[0]} is not installed here", hint="call this on a login node of the cluster"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise UnansweredError(f"{command[0]} did not answer within {TIMEOUT_S:g} s", hint=hint) from error
+        raise LauncherTimeoutError(
+            f"{command[0]} did not answer within {TIMEOUT_S:g} s", hint=hint
+        ) from error
     if done.returncode:
         # Grid Engine prints some errors to standard output.
         message = done.stderr.strip() or done.stdout.strip()

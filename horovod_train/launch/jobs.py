@@ -299,7 +299,7 @@ class StateFile:
         status = self.read_recorded()
         document = self._document()
         # A requeued Slurm job has no launcher process while it is queued.
-        if document is None or status.has_ended or status.state == "waiting":
+        if document is None or status.has_ended or status.state == "queued":
             return status
         if document["host"] != socket.gethostname():
             silent_s = self._silent_s()
@@ -352,7 +352,7 @@ class StateFile:
                 return JobStatus("unknown", 1, text)
         except OSError as error:
             return JobStatus("unknown", 1, f"{self._path} cannot be read: {error.strerror}")
-        return JobStatus("waiting", message="not started yet")
+        return JobStatus("queued", message="not started yet")
 
     def recorded_pid(self) -> int | None:
         """Return the PID in the file, which may belong to another host; None: the job was not started."""

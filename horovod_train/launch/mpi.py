@@ -6,6 +6,7 @@ Each process manager is a function that returns the command, the variables and t
 
     orte     Open MPI 4, Spectrum MPI      prrte    Open MPI 5
     hydra    MPICH, Intel MPI, MVAPICH     pals     Cray MPICH
+    jsrun    Spectrum MPI in LSF           (srun: launchers/slurm/launcher.py)
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ def hydra(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
     else:
         preload = on_loopback(os.environ)
         env |= preload
-        argv += ["-iface", "lo"]  # without hosts, which are this one
+        argv += ["-iface", "lo"]  # a single host needs no list
         argv += ["-genv", "LD_PRELOAD", os.environ.get("LD_PRELOAD", "")] if preload else []
     return Start(argv, env, files)
 

@@ -1,4 +1,4 @@
-"""Start of jobs: values that depend on this machine, plans, submission, and records."""
+"""Resolve, plan, submit and record jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from horovod_train.config.launch import AUTO, Launch
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
-from horovod_train.errors import KeyUsedError, LaunchError, UnansweredError
+from horovod_train.errors import KeyUsedError, LaunchError, LauncherTimeoutError
 from horovod_train.events.types import Progress
 from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
@@ -143,8 +143,8 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
                     console.print(text)
             status = launcher.wait(job)
     except TerminationRequested as termination:
-        console.print(f"{job.job_id}: {'drain' if termination.is_patient else 'cancel'} requested")
-        launcher.cancel(job, "drain" if termination.is_patient else "stop")
+        console.print(f"{job.job_id}: {'drain' if termination.is_drain else 'cancel'} requested")
+        launcher.cancel(job, "drain" if termination.is_drain else "stop")
         status = launcher.wait(job)
     finally:
         console.close()
@@ -156,7 +156,7 @@ def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], N
     """Start a job, and return its record without waiting for its end.
 
     Raises:
-        LaunchError: The launcher rejects the job. ``UnansweredError``: the job may have been started.
+        LaunchError: The launcher rejects the job. ``LauncherTimeoutError``: the job may have been started.
     """
     launcher = launcher_named(request.job.launch.launcher)
     with suppress(OSError):  # reported below
@@ -164,8 +164,8 @@ def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], N
         save_record(request, launcher.early_id(request))
     try:
         native_id = launcher.submit(request, plan)
-    except UnansweredError as error:
-        raise UnansweredError(
+    except LauncherTimeoutError as error:
+        raise LauncherTimeoutError(
             f"{error.message}; {request.job_id} may have been started",
             hint=f"`horovod-train status {request.job_id}` tells; a repeated submission with the same key "
             "starts no second job",

@@ -82,7 +82,7 @@ class History:
 
     Attributes:
         started: Last start of training; None: training has not started.
-        world_size_wanted: Ranks requested for the last attempt; None: unknown.
+        world_size_desired: Ranks requested for the last attempt; None: unknown.
         num_preemptions: Number of attempts that were preempted, with a checkpoint.
         hosts_lost: Lost hosts; a host that is lost several times is contained several times.
         targets: Metrics endpoints of the current attempt, by rank.
@@ -106,7 +106,7 @@ class History:
     """
 
     started: Started | None = None
-    world_size_wanted: int | None = None
+    world_size_desired: int | None = None
     num_attempts: int = 0
     num_preemptions: int = 0
     hosts_lost: list[str] = field(default_factory=list)
@@ -192,7 +192,7 @@ class History:
                 self._begin_attempt()
             case Attempt():
                 self.num_attempts += 1
-                self.world_size_wanted = event.num_wanted
+                self.world_size_desired = event.num_wanted
                 self._begin_attempt()
             case Started():
                 self.started = event
@@ -239,7 +239,7 @@ class History:
     @property
     def scripts_ended(self) -> bool:
         """Whether the script has exited with code 0 on every rank."""
-        return bool(self.ended) and len(self.ended) >= (self.world_size_wanted or 1)
+        return bool(self.ended) and len(self.ended) >= (self.world_size_desired or 1)
 
 
 def _kept(

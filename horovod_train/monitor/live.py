@@ -186,7 +186,7 @@ SHOWN = (
     "epoch",
     "loss",
     "learning_rate",
-    "world_size_wanted",
+    "world_size_desired",
     "world_size_present",
     "resident_memory_bytes",
     "device_memory_allocated_bytes",

@@ -132,7 +132,7 @@ RECORDINGS = (
     ),
 )
 
-_NOT_TRAINING = f'{_P}job_state{{state=~"leaving|succeeded|failed|cancelled|preempted"}}'
+_NOT_TRAINING = f'{_P}job_state{{state=~"stopping|succeeded|failed|cancelled|preempted"}}'
 
 _NO_FIRST_STEP = f"max by ({JOB}) ({_P}steps_total offset 30m) == 0"
 """No step for half an hour after the start: the first step may include compilation of the model."""
@@ -178,7 +178,7 @@ _ALERTS = (
         "{{ $labels.training_job }}: no rank has made a step for five minutes, and none evaluates",
     ),
     Alert(
-        "HorovodTrainRankStaysAway",
+        "HorovodTrainRankNotInCollective",
         f"({_P}waiting_now_seconds == 0) and on ({JOB}) (max by ({JOB}) ({_P}waiting_now_seconds) > 120)",
         "0m",
         "critical",
@@ -225,7 +225,7 @@ _ALERTS = (
     ),
     Alert(
         "HorovodTrainWorldTooSmall",
-        f"max by ({JOB}) ({_P}world_size_present) < max by ({JOB}) ({_P}world_size_wanted)",
+        f"max by ({JOB}) ({_P}world_size_present) < max by ({JOB}) ({_P}world_size_desired)",
         "10m",
         "warning",
         "{{ $labels.training_job }}: trains on {{ $value }} ranks, fewer than requested",

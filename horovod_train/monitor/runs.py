@@ -61,7 +61,7 @@ class Run:
         return f"{self.job}/{self.run_id}"
 
     @property
-    def is_by_hand(self) -> bool:
+    def is_display_only(self) -> bool:
         """Whether the run has no launcher."""
         return not (self.log_dir / STATE_FILE).exists()
 
@@ -71,7 +71,7 @@ class Run:
 
     def status(self) -> JobStatus:
         """Return the status: from the state file, or from the events of a run without launcher."""
-        if not self.is_by_hand:
+        if not self.is_display_only:
             # The mtime of the file shows whether a launcher on another host is running.
             return self._state.read()
         history = self.history()
@@ -199,7 +199,9 @@ class JobReading:
 
 def _present(reading: JobReading) -> int:
     started = reading.history.started
-    return started.world_size if started is not None and reading.status.state in ("running", "leaving") else 0
+    return (
+        started.world_size if started is not None and reading.status.state in ("running", "stopping") else 0
+    )
 
 
 def _failed(reading: JobReading) -> Mapping[str, int]:
@@ -212,7 +214,7 @@ JOB_CATALOG = (
     Metric(
         "horovod_train_job_state",
         "gauge",
-        "1 for the current state of the job: waiting, starting, running, leaving, succeeded, failed, "
+        "1 for the current state of the job: queued, starting, running, stopping, succeeded, failed, "
         "preempted, cancelled, unknown.",
         "What is the state of the job?",
         JobReading,
@@ -235,7 +237,7 @@ JOB_CATALOG = (
         "Ranks that the job requested.",
         "Are all requested ranks running?",
         JobReading,
-        lambda job: job.history.world_size_wanted,
+        lambda job: job.history.world_size_desired,
     ),
     Metric(
         "horovod_train_job_present_ranks",
@@ -279,7 +281,7 @@ JOB_CATALOG = (
         label="kind",
     ),
     Metric(
-        "horovod_train_job_begun_timestamp_seconds",
+        "horovod_train_job_start_time_seconds",
         "gauge",
         "Start time of the run.",
         "How long does the job run?",

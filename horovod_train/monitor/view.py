@@ -170,8 +170,8 @@ class ScrapedRun:
                     numbers_in(values),
                 )
             )
-        if "world_size_wanted" in values:
-            history.world_size_wanted = int(values["world_size_wanted"])
+        if "world_size_desired" in values:
+            history.world_size_desired = int(values["world_size_desired"])
 
 
 class Board:
@@ -363,7 +363,7 @@ def run_document(run: DisplayedRun, readings: Readings) -> Json:
         "folder": str(run.log_dir) if run.log_dir else None,
         "trackers": trackers_of(run.log_dir) if run.log_dir else [],
         "checkpoint_path": history.checkpoint_path or None,
-        "world_size_wanted": history.world_size_wanted,
+        "world_size_desired": history.world_size_desired,
         "world_size_present": started.world_size if started else history.ranks.num_ranks or None,
         "global_batch_size": started.global_batch_size if started else None,
         "precision": started.precision if started else None,
@@ -383,7 +383,7 @@ def run_document(run: DisplayedRun, readings: Readings) -> Json:
         "ranks": _rank_table(history, readings, status),
         "findings": _findings(history.ranks),
         "last_step_unix_s": last.time_unix_s if last else None,
-        "stays_away": _absent_ranks(readings),
+        "missing_ranks": _absent_ranks(readings),
         "checkpoint_error": history.checkpoint_error,
         "min_window_s": MIN_WINDOW_S,
         "events": [as_json(record) for record in list(history.events)[-MAX_EVENTS_SHOWN:]],

@@ -270,7 +270,7 @@ JOBS = (
         "Running for",
         "How long jobs that go on have been running.",
         (
-            f"(time() - horovod_train_job_begun_timestamp_seconds) and on (training_job, run) {_RUNNING}",
+            f"(time() - horovod_train_job_start_time_seconds) and on (training_job, run) {_RUNNING}",
             _JOB_OF_FLEET,
         ),
         unit="s",
@@ -451,7 +451,7 @@ STANDS = (
         "Ranks",
         "Ranks that take part, and ranks that the job asked for.",
         (same_on_all("horovod_train_world_size_present"), "present"),
-        (same_on_all("horovod_train_world_size_wanted"), "wanted"),
+        (same_on_all("horovod_train_world_size_desired"), "wanted"),
         span=4,
     ),
     panel(

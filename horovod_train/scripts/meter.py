@@ -274,7 +274,7 @@ class StepMeter:
         self._readers.clear()
 
     def _lap(self, phase: str, now_s: float) -> None:
-        """Add the time since the last lap to a phase, without the waits in this time."""
+        """Add the time since the end of the last phase to a phase, without the waits in this time."""
         now_s = max(now_s, self._mark_s)
         seconds = now_s - self._mark_s - self._wait_s
         self._phases[phase] = self._phases.get(phase, 0.0) + max(0.0, seconds)

@@ -33,8 +33,8 @@ from horovod_train.client.remote import API
 from horovod_train.errors import (
     HorovodTrainError,
     LaunchError,
+    LauncherTimeoutError,
     Problem,
-    UnansweredError,
     UserError,
     result_of,
 )
@@ -268,7 +268,7 @@ ERRORS = {
     429: "Too many requests, or too many open streams.",
     503: "The system of the launcher did not answer in time; the request may have been carried out.",
 }
-Given = Annotated[JobId, Path(description="ID of the job, a unique prefix of it, or its name.")]
+JobIdParam = Annotated[JobId, Path(description="ID of the job, a unique prefix of it, or its name.")]
 LastEventId = Annotated[
     str, Header(description="ID of the last event that was received; the stream continues after it.")
 ]
@@ -368,13 +368,13 @@ class JobsApi:
                 page.append(JobDocument.of(job, shown))
         return JobPage(jobs=page, next=None)
 
-    async def get(self, job_id: Given) -> JobDocument:
+    async def get(self, job_id: JobIdParam) -> JobDocument:
         """Return a job and its status."""
         return await self._document(await self._find(job_id))
 
     async def wait(
         self,
-        job_id: Given,
+        job_id: JobIdParam,
         timeout_s: Annotated[
             float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Time to wait, in seconds.")
         ] = 30.0,
@@ -393,7 +393,7 @@ class JobsApi:
                     return document
             await asyncio.sleep(min(POLL_S, max(0.0, deadline_s - monotonic())))
 
-    async def result(self, job_id: Given) -> ResultDocument:
+    async def result(self, job_id: JobIdParam) -> ResultDocument:
         """Return the result of a job that has succeeded."""
         job = await self._find(job_id)
         status = await self._threads.query(lambda: self._statuses.get(job))
@@ -408,7 +408,7 @@ class JobsApi:
 
     async def metrics(
         self,
-        job_id: Given,
+        job_id: JobIdParam,
         name: Annotated[list[str], Query(description="Only these metrics; none: all.")] = [],  # noqa: B006
     ) -> MetricsDocument:
         """Return the values of steps and evaluations: `loss`, `lr`, `samples_per_s`, `eval/<metric>` ..."""
@@ -427,7 +427,7 @@ class JobsApi:
     async def events(
         self,
         request: Request,
-        job_id: Given,
+        job_id: JobIdParam,
         follow: Follow = True,  # noqa: FBT002  (a query parameter)
         last_event_id: LastEventId = "",
     ) -> StreamingResponse:
@@ -438,7 +438,7 @@ class JobsApi:
     async def logs(
         self,
         request: Request,
-        job_id: Given,
+        job_id: JobIdParam,
         follow: Follow = True,  # noqa: FBT002  (a query parameter)
         last_event_id: LastEventId = "",
     ) -> StreamingResponse:
@@ -446,7 +446,7 @@ class JobsApi:
         job = await self._find(job_id)
         return self._stream(request, job, "logs", last_event_id, follow=follow)
 
-    async def drain(self, job_id: Given, folder: Folder = None) -> JobDocument:
+    async def drain(self, job_id: JobIdParam, folder: Folder = None) -> JobDocument:
         """Request the ranks to save a checkpoint and exit with code 75, without a time limit.
 
         The whole ID of the job is required.
@@ -456,7 +456,7 @@ class JobsApi:
 
     async def cancel(
         self,
-        job_id: Given,
+        job_id: JobIdParam,
         cancellation: Cancellation = Cancellation(),  # noqa: B008
         folder: Folder = None,
     ) -> JobDocument:
@@ -556,7 +556,7 @@ def _error_response(_: Request, error: Exception) -> Response:
     """Return the response for an error of this package."""
     if not isinstance(error, HorovodTrainError):
         raise error
-    status = 422 if isinstance(error, UserError) else 503 if isinstance(error, UnansweredError) else 409
+    status = 422 if isinstance(error, UserError) else 503 if isinstance(error, LauncherTimeoutError) else 409
     if isinstance(error, StatusError):
         status = error.status
     return JSONResponse(ErrorDocument.of(error).model_dump(), status)

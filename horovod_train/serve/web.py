@@ -50,7 +50,7 @@ from horovod_train.version import __version__
 
 log = logging.getLogger(__name__)
 
-Role = Literal["read", "end", "submit"]
+Role = Literal["read", "cancel", "submit"]
 """Each role includes the earlier ones: read jobs; drain and cancel them; submit them."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -68,7 +68,7 @@ def role_needed(method: str, path: str) -> Role:
     """Return the role that a request needs."""
     if method in SAFE_METHODS:
         return "read"
-    return "submit" if path == SUBMIT_PATH else "end"
+    return "submit" if path == SUBMIT_PATH else "cancel"
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Tokens:
     """Accepted tokens.
 
     Args:
-        page_token: Token with the role ``end``; it cannot submit jobs, because it is printed in an address.
+        page_token: Token with the role ``cancel``; it cannot submit jobs, because it is printed in an address.
         file: Token file; it is read again when it changes. None: no further tokens.
         max_role: Highest role of any token.
 
@@ -110,7 +110,7 @@ class Tokens:
     """
 
     def __init__(self, page_token: str, file: Path | None = None, max_role: Role = "read") -> None:
-        self._page_token: list[tuple[Role, str]] = [("end", page_token)]
+        self._page_token: list[tuple[Role, str]] = [("cancel", page_token)]
         self._file = file
         self._max_role = ROLES.index(max_role)
         self._version = _version(file)
@@ -329,7 +329,7 @@ class Guard:
             raise Refusal(429, "too many requests", {"Retry-After": str(max(1, round(wait_s)))})
         needed = role_needed(request.method, request.url.path)
         if ROLES.index(known.role) < ROLES.index(needed):
-            option = "--allow-ending" if needed == "end" else "--allow-submit"
+            option = "--allow-cancel" if needed == "cancel" else "--allow-submit"
             raise Refusal(
                 403,
                 f"this requires the role {needed!r}; the token has {known.role!r} on this server: use "

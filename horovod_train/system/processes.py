@@ -238,7 +238,7 @@ SIGCONT is required because a stopped process (Ctrl-Z) handles signals only afte
 
 
 @contextmanager
-def kept(numbers: Collection[int]) -> Iterator[None]:
+def preserved_handlers(numbers: Collection[int]) -> Iterator[None]:
     """Keep signals and their Python handlers from a library that initializes during the block.
 
     Its threads do not receive the signals, which would interrupt their system calls. Handlers that it

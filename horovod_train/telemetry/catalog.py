@@ -625,7 +625,7 @@ JOB = (
         lambda reference: reference.samples_per_s,
     ),
     Metric(
-        "horovod_train_world_size_wanted",
+        "horovod_train_world_size_desired",
         "gauge",
         "Ranks that the job requested.",
         "Are all requested ranks running?",

@@ -80,7 +80,7 @@ class Recorder:
         job: str,
         run: str,
         world: Communicator,
-        world_size_wanted: int,
+        world_size_desired: int,
         metrics: tuple[Metric, ...] = CATALOG,
     ) -> None:
         self.registry = SampledRegistry(self.record, self.count)
@@ -94,7 +94,7 @@ class Recorder:
         self._kinds = {metric.name: metric.kind for metric in metrics}
         # Finding the time series of a label set takes longer than updating it.
         self._take = cache(self._update_method)
-        self.record(WorldRecord(num_wanted=world_size_wanted, num_present=world.size))
+        self.record(WorldRecord(num_wanted=world_size_desired, num_present=world.size))
         self.record(EndRecord(0.0))
         for metric in metrics:
             if metric.kind == "counter" and metric.from_zero:

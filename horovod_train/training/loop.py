@@ -164,7 +164,7 @@ def report_pending_steps_after_failure(run: Run) -> None:
             if not report.outcome.was_executed:
                 return
             for hook in run.hooks:
-                hook.on_reading(run, report)
+                hook.on_result(run, report)
 
     result_of(deliver)
 

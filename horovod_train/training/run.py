@@ -322,7 +322,7 @@ class Callbacks:
     def on_start(self, run: Run) -> None:
         """Called once before the first step; a checkpoint to resume from is loaded already."""
 
-    def on_reading(self, run: Run, report: StepReport) -> Action | None:
+    def on_result(self, run: Run, report: StepReport) -> Action | None:
         """Called with the result of a step, in step order; ``run.progress`` may be some steps ahead."""
         return None
 
@@ -470,7 +470,7 @@ class Run:
             self.guard.check(
                 report.step, is_finite=outcome.is_finite, loss=outcome.loss, local_loss=outcome.local_loss
             )
-            self.pending_actions += filter(None, [hook.on_reading(self, report) for hook in self.hooks])
+            self.pending_actions += filter(None, [hook.on_result(self, report) for hook in self.hooks])
 
     def deliver_all(self) -> None:
         """Wait for the results of all steps, and pass them to hooks."""

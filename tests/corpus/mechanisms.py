@@ -92,7 +92,12 @@ MECHANISMS = {
         "ConvBn", "allreduce", f"{TORCH}.framework:synchronize_batch_norm", lambda *_, **__: 0, is_found=False
     ),
     "sums and counts": Mechanism(
-        "TokenMean", "allreduce", f"{TORCH}.step.update:StepLoss.weigh", mean_of, is_found=False, wraps=True
+        "TokenMean",
+        "allreduce",
+        f"{TORCH}.step.update:StepLoss.weight_loss",
+        mean_of,
+        is_found=False,
+        wraps=True,
     ),
     "sums and counts, where DeepSpeed updates": Mechanism(
         "TokenMean",

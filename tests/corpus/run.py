@@ -46,9 +46,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "tensor_parallel": {"name": "tensor_parallel"},
 }
 MESHES: dict[str, dict[str, Any]] = {
-    "stages": {"name": "mesh", "args": {"pipeline": 2}},
-    "tensors": {"name": "mesh", "args": {"tensor": 2}},
-    "shards": {"name": "mesh", "args": {"tensor": 2, "shard": True}},
+    "stages": {"name": "mesh", "args": {"pipeline_parallel_degree": 2}},
+    "tensors": {"name": "mesh", "args": {"tensor_parallel_degree": 2}},
+    "shards": {"name": "mesh", "args": {"tensor_parallel_degree": 2, "shard_data_parallel": True}},
 }
 """Two ranks for each sample; they are not on the page."""
 LOOPS = {"lightning": "Lightning", "transformers": "Transformers"}

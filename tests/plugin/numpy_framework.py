@@ -221,21 +221,21 @@ class NumpyReplica(IdenticalReplica):
         gradients = {name: np.zeros_like(array) for name, array in self.params.items()}
         local_loss = 0.0
         for micro_batch, batch in step:
-            clock.lap("data")
+            clock.end_phase("data")
             loss, found = self.task.gradient(self.params, batch)
             local_loss += loss * micro_batch.share
             for name, gradient in found.items():
                 gradients[name] += gradient * micro_batch.share
-            clock.lap("compute")
+            clock.end_phase("compute")
         packed = np.concatenate([*(g.ravel() for g in gradients.values()), [local_loss]])
         total = self._sum(packed)
-        clock.lap("allreduce_wait")
+        clock.end_phase("allreduce_wait")
         pieces = np.split(total[:-1], np.cumsum([g.size for g in gradients.values()])[:-1])
         gradients = {n: p.reshape(self.params[n].shape) for n, p in zip(gradients, pieces, strict=True)}
         is_finite = bool(np.isfinite(total).all())
         if is_finite:
             self._optimizer.step(self.params, gradients, lr)
-        clock.lap("optimizer")
+        clock.end_phase("optimizer")
         return StepOutcome(
             loss=float(total[-1]),
             local_loss=local_loss,

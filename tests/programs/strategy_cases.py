@@ -315,8 +315,13 @@ class Way:
 def num_data(strategy: dict[str, Any], world_size: int) -> int:
     """How many ranks read different samples."""
     if strategy["name"] == "mesh":
-        return world_size // (strategy["args"].get("tensor", 1) * strategy["args"].get("pipeline", 1))
-    together = {"tensor_parallel": "degree", "pipeline": "stages"}.get(strategy["name"])
+        return world_size // (
+            strategy["args"].get("tensor_parallel_degree", 1)
+            * strategy["args"].get("pipeline_parallel_degree", 1)
+        )
+    together = {"tensor_parallel": "tensor_parallel_degree", "pipeline": "pipeline_parallel_degree"}.get(
+        strategy["name"]
+    )
     return world_size // strategy["args"].get(together, world_size) if together else world_size
 
 
@@ -338,20 +343,26 @@ PLAN = {
     "head": "colwise_gather",
 }
 TENSOR = {"name": "tensor_parallel", "args": {"plan": PLAN}}
-TENSOR_PAIRS = {"name": "tensor_parallel", "args": {"plan": PLAN, "degree": 2}}
+TENSOR_PAIRS = {"name": "tensor_parallel", "args": {"plan": PLAN, "tensor_parallel_degree": 2}}
 
 ADASUM = {"name": "adasum", "args": {}}
-SERVER = {"name": "parameter_server", "args": {"max_staleness": 2, "meet_every_steps": 4}}
+SERVER = {"name": "parameter_server", "args": {"max_staleness": 2, "sync_every_steps": 4}}
 PIPELINE = {"name": "pipeline", "args": {}}
-PIPELINE_PAIRS = {"name": "pipeline", "args": {"stages": 2}}
+PIPELINE_PAIRS = {"name": "pipeline", "args": {"pipeline_parallel_degree": 2}}
 GPIPE = {"name": "pipeline", "args": {"schedule": "gpipe", "balance": "time"}}
-INTERLEAVED = {"name": "pipeline", "args": {"schedule": "interleaved", "chunks_per_rank": 2}}
+INTERLEAVED = {"name": "pipeline", "args": {"schedule": "interleaved", "virtual_stages_per_rank": 2}}
 
-TENSOR_AXIS = {"name": "mesh", "args": {"tensor": 2, "plan": PLAN}}
-SHARDED_TENSOR = {"name": "mesh", "args": {"tensor": 2, "plan": PLAN, "shard": True}}
+TENSOR_AXIS = {"name": "mesh", "args": {"tensor_parallel_degree": 2, "plan": PLAN}}
+SHARDED_TENSOR = {
+    "name": "mesh",
+    "args": {"tensor_parallel_degree": 2, "plan": PLAN, "shard_data_parallel": True},
+}
 HYBRID = {"name": "fsdp", "args": {"shard_ranks": 2}}
 SMALL_PLAN = {name: style for name, style in PLAN.items() if name != "tokens"}
-STAGES_AND_TENSOR = {"name": "mesh", "args": {"pipeline": 2, "tensor": 2, "plan": SMALL_PLAN}}
+STAGES_AND_TENSOR = {
+    "name": "mesh",
+    "args": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "plan": SMALL_PLAN},
+}
 
 SEQUENCE_PLAN = {
     "blocks.0": "sequence_begins",
@@ -363,8 +374,8 @@ SEQUENCE_PLAN = {
     "norm": "sequence",
     "head": "sequence_ends",
 }
-SEQUENCE = {"name": "mesh", "args": {"tensor": 2, "plan": SEQUENCE_PLAN}}
-INTERLEAVED_PAIRS = {"name": "pipeline", "args": {**INTERLEAVED["args"], "stages": 2}}
+SEQUENCE = {"name": "mesh", "args": {"tensor_parallel_degree": 2, "plan": SEQUENCE_PLAN}}
+INTERLEAVED_PAIRS = {"name": "pipeline", "args": {**INTERLEAVED["args"], "pipeline_parallel_degree": 2}}
 
 IN_32_BITS: dict[str, Any] = {**ADAMW, "task": "FloatTask"}
 # Adam makes as much of a small gradient as of a large one, and of its rounding.

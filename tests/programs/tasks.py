@@ -103,10 +103,10 @@ class Failing(Noted):
         super().__init__(notes, **args)
         if how != "stay away":
             raise ValueError(f"the torch task can only stay away, not {how}")
-        self.stays_away = rank == RANK
+        self.missing_ranks = rank == RANK
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         loss = super().loss(model, batch)
-        if self.calls == 3 and model.training and self.stays_away:
+        if self.calls == 3 and model.training and self.missing_ranks:
             time.sleep(600)
         return loss

@@ -101,7 +101,7 @@ def test_each_rank_tells_its_own_story(running):
         assert value["samples_total", None] == full * NUM_SAMPLES / 2 + rest * BATCH
         assert value["epoch", None] == pytest.approx(full + rest * BATCH * RANKS / NUM_SAMPLES)
         assert value["learning_rate", None] == pytest.approx(0.02)
-        assert value["world_size_wanted", None] == value["world_size_present", None] == RANKS
+        assert value["world_size_desired", None] == value["world_size_present", None] == RANKS
         # 21 trained numbers and the loss, in double precision.
         assert value["allreduce_bytes_total", None] == steps * (21 + 1) * 8
         assert value["gradient_norm", None] > 0

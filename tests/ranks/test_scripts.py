@@ -62,7 +62,7 @@ def test_a_distributed_optimizer_is_seen_step_by_step(tmp_path):
         assert found["samples_total", None] == 120 * 8
         assert found["allreduce_bytes_total", None] == 120 * BYTES
         assert found["learning_rate", None] == pytest.approx(0.02)
-        assert found["world_size_present", None] == found["world_size_wanted", None] == 2
+        assert found["world_size_present", None] == found["world_size_desired", None] == 2
         assert found["gradient_norm", None] > 0
         assert 0 < found["local_loss", None] < 5
         phases = {phase for name, phase in found if name == "step_phase_seconds_sum"}

@@ -238,7 +238,7 @@ def test_a_job_that_waits_in_the_queue_is_taken_out_of_it(tmp_path, ask, slurm):
     ask("cancel", job_id)
     after = json.loads(ask("status", job_id, "--json").stdout)
 
-    assert "waiting" in status
+    assert "queued" in status
     assert "in Slurm's queue: BeginTime" in status
     assert after["state"] == "cancelled"
 

@@ -89,7 +89,7 @@ class Noted(Hook):
     def on_start(self, run: Run) -> None:
         self.moments.append("start")
 
-    def on_reading(self, run: Run, report: StepReport) -> None:
+    def on_result(self, run: Run, report: StepReport) -> None:
         self.reports.append(report)
 
     def on_step(self, run: Run) -> None:

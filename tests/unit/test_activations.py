@@ -93,7 +93,7 @@ def job(**train):
 
 
 def test_a_budget_and_patterns_are_not_both_given():
-    (problem,) = broken_rules(job(activations_mib=1, activation_checkpointing=["0"]))
+    (problem,) = broken_rules(job(activation_memory_mib=1, activation_checkpointing=["0"]))
 
     assert "cannot be combined with train.activation_checkpointing" in str(problem)
 
@@ -120,7 +120,7 @@ def test_a_job_keeps_its_budget_and_trains_as_without(budget_mib):
         made, _, _ = TorchFramework().prepare(with_seed, Mesh.data_parallel(SingleRank()))
         return made
 
-    plain, within = replica(), replica(activations_mib=budget_mib)
+    plain, within = replica(), replica(activation_memory_mib=budget_mib)
     inputs = torch.randn(BATCH, WIDTH)
     gradients = []
     for each in (plain, within):

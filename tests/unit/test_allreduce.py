@@ -62,7 +62,7 @@ def test_uneven_ranks_get_the_gradient_of_the_joint_batch(size, bucket_size_byte
         loss = torch.zeros(())
         mine = pieces[world.rank]
         if len(mine):
-            reducer.set_requires_sync(is_last=True)
+            reducer.prepare_backward(is_last=True)
             loss = nn.functional.mse_loss(model(inputs[mine]), targets[mine]) * (len(mine) / 7)
             loss.backward()
         total = reducer.reduce(loss.detach())
@@ -82,7 +82,7 @@ def test_only_the_last_micro_step_communicates():
         reducer = reducer_of(Given(model.parameters()), world, bucket_size_bytes=1)
         model(torch.ones(1, 4)).sum().backward()
         before = len(world.sent)
-        reducer.set_requires_sync(is_last=True)
+        reducer.prepare_backward(is_last=True)
         model(torch.ones(1, 4)).sum().backward()
         during = len(world.sent)
         reducer.reduce(torch.zeros(()))
@@ -98,7 +98,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient():
     def rank(world):
         used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
         reducer = reducer_of(Given([used, unused]), world, bucket_size_bytes=1)
-        reducer.set_requires_sync(is_last=True)
+        reducer.prepare_backward(is_last=True)
         used.sum().backward()
         reducer.reduce(torch.zeros(()))
         return used.grad, unused.grad
@@ -112,7 +112,7 @@ def test_a_parameter_that_one_rank_used_has_its_gradient_on_all():
     def rank(world):
         always, sometimes = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
         reducer = reducer_of(Given([always, sometimes]), world, bucket_size_bytes=1)
-        reducer.set_requires_sync(is_last=True)
+        reducer.prepare_backward(is_last=True)
         (always.sum() + (sometimes.sum() if world.rank == 1 else 0)).backward()
         reducer.reduce(torch.zeros(()))
         return sometimes.grad
@@ -127,7 +127,7 @@ def test_steps_do_not_leak_into_each_other():
         found = []
         for value in (1.0, 3.0):
             model.zero_grad()
-            reducer.set_requires_sync(is_last=True)
+            reducer.prepare_backward(is_last=True)
             model(torch.full((1, 4), value)).sum().backward()
             reducer.reduce(torch.zeros(()))
             found.append([p.grad.clone() for p in model.parameters()])
@@ -149,7 +149,7 @@ def test_both_ways_of_clearing_gradients_work(set_to_none):
         reducer = reducer_of(Given([parameter]), world, bucket_size_bytes=1)
         for _ in range(3):
             optimizer.zero_grad(set_to_none=set_to_none)
-            reducer.set_requires_sync(is_last=True)
+            reducer.prepare_backward(is_last=True)
             parameter.sum().backward()
             reducer.reduce(torch.zeros(()))
         return parameter.grad.tolist()
@@ -161,7 +161,7 @@ def test_sparse_gradients_are_summed_densely():
     def rank(world):
         embedding = nn.Embedding(4, 2, sparse=True)
         reducer = reducer_of(Given(embedding.parameters()), world, bucket_size_bytes=1)
-        reducer.set_requires_sync(is_last=True)
+        reducer.prepare_backward(is_last=True)
         embedding(torch.tensor([world.rank])).sum().backward()
         reducer.reduce(torch.zeros(()))
         return embedding.weight.grad.tolist()
@@ -173,7 +173,7 @@ def test_a_second_gradient_in_one_backward_is_refused():
     def rank(world):
         parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
         reducer = reducer_of(Given([parameter, other]), world, bucket_size_bytes=1)
-        reducer.set_requires_sync(is_last=True)
+        reducer.prepare_backward(is_last=True)
         parameter.sum().backward()
         parameter.sum().backward()
 
@@ -247,7 +247,7 @@ def train(world, change, num_steps=6, accumulation=1):
         model.zero_grad()
         for piece in mine:
             if piece is mine[-1]:
-                reducer.set_requires_sync(is_last=True)
+                reducer.prepare_backward(is_last=True)
             (loss_of(model, INPUTS[piece], TARGETS[piece]) * len(piece) / 12).backward()
         reducer.reduce(torch.zeros(()))
         optimizer.step()
@@ -327,7 +327,7 @@ class TestWhatIsTrainedMayChange:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             reducer = reducer_of(OptimizedParameters(model, optimizer), world, bucket_size_bytes=16)
             model.body.requires_grad_()
-            reducer.set_requires_sync(is_last=True)
+            reducer.prepare_backward(is_last=True)
             (loss_of(model, INPUTS, TARGETS) / world.size).backward()
             reducer.reduce(torch.zeros(()))
             return float(get_total_norm(reducer.gradients()))
@@ -348,7 +348,7 @@ class TestWhatIsTrainedMayChange:
             reducer = reducer_of(Given([head, used, unused]), world, bucket_size_bytes=1)
             for parameter in (used, unused):
                 parameter.requires_grad_()
-            reducer.set_requires_sync(is_last=True)
+            reducer.prepare_backward(is_last=True)
             (head * used).sum().backward()
             reducer.reduce(torch.zeros(()))
             return used.grad.tolist(), unused.grad
@@ -387,7 +387,7 @@ class TestComplexParameters:
             parameters = [nn.Parameter(tensor.clone()) for tensor in start]
             reducer = reducer_of(Given(parameters), world, bucket_size_bytes=1, wire_dtype=wire_dtype)
             part = inputs.chunk(size)[world.rank]
-            reducer.set_requires_sync(is_last=True)
+            reducer.prepare_backward(is_last=True)
             loss = loss_of_part(parameters, part, len(part) / 6)
             loss.backward()
             reducer.reduce(loss.detach())

@@ -26,8 +26,8 @@ from horovod_train.errors import (
     ConfigError,
     KeyUsedError,
     LaunchError,
+    LauncherTimeoutError,
     ServerError,
-    UnansweredError,
     UnknownNameError,
     UserError,
 )
@@ -42,7 +42,7 @@ from horovod_train.serve.page import serve_page
 from horovod_train.serve.web import Tls, Tokens, read_tokens
 from horovod_train.serve.work import Statuses
 
-OWN, READ, END, SUBMIT = (f"{name}-token-0123456789" for name in ("own", "read", "end", "submit"))
+OWN, READ, END, SUBMIT = (f"{name}-token-0123456789" for name in ("own", "read", "cancel", "submit"))
 JOB = {"name": "j", "task": "digits", "train": {"epochs": 2}}
 TASK = "class Task:\n    pass\n"
 
@@ -65,7 +65,7 @@ def launcher(monkeypatch, tmp_path):
 @pytest.fixture
 def tokens(tmp_path):
     file = tmp_path / "tokens"
-    file.write_text(f"# of the tests\nread {READ}\nend {END}\n\nsubmit {SUBMIT}\n")
+    file.write_text(f"# of the tests\nread {READ}\ncancel {END}\n\nsubmit {SUBMIT}\n")
     file.chmod(0o600)
     return file
 
@@ -95,7 +95,7 @@ def port(serve):
 
 @pytest.fixture
 def client(port):
-    return ht.Client(f"http://127.0.0.1:{port}", SUBMIT, patience_s=5)
+    return ht.Client(f"http://127.0.0.1:{port}", SUBMIT, retry_timeout_s=5)
 
 
 def ask(port, path, method="GET", body=None, token=SUBMIT, **headers):
@@ -349,18 +349,18 @@ class TestRoles:
         ("/jobs/j/logs?follow=false", "GET", None, "read"),
         ("/jobs/j/wait?timeout_s=0", "GET", None, "read"),
         ("/openapi.json", "GET", None, "read"),
-        ("/jobs/{id}/drain", "POST", None, "end"),
-        ("/jobs/{id}/cancel", "POST", None, "end"),
+        ("/jobs/{id}/drain", "POST", None, "cancel"),
+        ("/jobs/{id}/cancel", "POST", None, "cancel"),
         ("/jobs", "POST", {"job": JOB}, "submit"),
     )
-    ORDER = ("", "read", "end", "submit")
+    ORDER = ("", "read", "cancel", "submit")
 
-    @pytest.mark.parametrize("most", ["read", "end", "submit"])
+    @pytest.mark.parametrize("most", ["read", "cancel", "submit"])
     @pytest.mark.parametrize(
         ("token", "role"),
         [
             (None, ""), ("wrong-token-0123456789", ""), (SUBMIT[:-1], ""), (SUBMIT + "x", ""),
-            (OWN, "end"), (READ, "read"), (END, "end"), (SUBMIT, "submit"),
+            (OWN, "cancel"), (READ, "read"), (END, "cancel"), (SUBMIT, "submit"),
         ],
     )  # fmt: skip
     def test_a_verb_needs_a_role_of_the_token_and_of_the_server(self, serve, launcher, most, token, role):
@@ -380,7 +380,7 @@ class TestRoles:
                 assert status == 403, path
                 assert f"requires the role '{needed}'" in told["message"]
         assert len(launcher.requests) == (granted == "submit")
-        assert len(launcher.asked) == 2 * (granted in ("end", "submit"))
+        assert len(launcher.asked) == 2 * (granted in ("cancel", "submit"))
 
     def test_a_method_that_no_path_has_is_not_allowed_whatever_the_role(self, serve):
         port = serve("submit").port
@@ -388,7 +388,7 @@ class TestRoles:
         assert [ask(port, path, "QUERY", b"{}", READ)[0] for path in ("/jobs", "/openapi.json")] == [405, 405]
 
     def test_a_cookie_needs_the_origin_of_the_page_to_change_something(self, serve, launcher):
-        port = serve("end").port
+        port = serve("cancel").port
         job_id = ht.submit(JOB).id
         cookie = {"Cookie": f"horovod_train_{port}={OWN}", "token": None}
 
@@ -499,7 +499,7 @@ class TestTokenFile:
         os.utime(tokens, ns=(1, 1))
 
         assert known.find([SUBMIT]) is None
-        assert known.find([OWN]).role == "end"
+        assert known.find([OWN]).role == "cancel"
         assert "accessible to other users" in caplog.text
 
     @pytest.mark.parametrize(
@@ -509,7 +509,7 @@ class TestTokenFile:
     def test_with_an_invalid_line_is_refused_with_its_number(self, tokens, line):
         tokens.write_text(f"# comment\n{line}\n")
 
-        with pytest.raises(UserError, match=r"tokens:2: expected a role \(read, end, submit\)"):
+        with pytest.raises(UserError, match=r"tokens:2: expected a role \(read, cancel, submit\)"):
             read_tokens(tokens)
 
     @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
@@ -722,10 +722,10 @@ class TestALauncherThatDoesNotAnswer:
         def times_out(request, plan):
             begin(request, plan)
             monkeypatch.setattr(launcher, "submit", begin)
-            raise UnansweredError("sbatch did not answer within 30 s")
+            raise LauncherTimeoutError("sbatch did not answer within 30 s")
 
         monkeypatch.setattr(launcher, "submit", times_out)
-        with pytest.raises(UnansweredError, match=r"may have been started"):
+        with pytest.raises(LauncherTimeoutError, match=r"may have been started"):
             ht.submit(JOB)
         monkeypatch.setattr(launcher, "submit", times_out)
         job = client.submit(JOB)  # the client repeats it, with the same key
@@ -896,7 +896,7 @@ class TestTls:
         with pytest.raises(UserError, match="the certificate of the server is not trusted"):
             ht.Client(url, SUBMIT).jobs()
         with pytest.raises(ServerError, match="does not respond"):
-            ht.Client(f"http://localhost:{port}", SUBMIT, patience_s=0.2).jobs()
+            ht.Client(f"http://localhost:{port}", SUBMIT, retry_timeout_s=0.2).jobs()
 
     def test_files_that_do_not_belong_together_are_refused(self, serve, certificate, tokens):
         with pytest.raises(UserError, match="the certificate or its key cannot be used"):
@@ -906,7 +906,7 @@ class TestTls:
 class TestTheClient:
     def test_outlives_a_restart_of_the_server(self, serve, launcher):
         first = serve()
-        client = ht.Client(f"http://127.0.0.1:{first.port}", SUBMIT, patience_s=20)
+        client = ht.Client(f"http://127.0.0.1:{first.port}", SUBMIT, retry_timeout_s=20)
         job = client.submit(JOB)
         lines = iter(job.logs(follow=True))
         (job.folder / "run.log").write_text("one\n")
@@ -929,7 +929,7 @@ class TestTheClient:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         with pytest.raises(ServerError, match=f"http://127.0.0.1:{port}/api/v1 does not respond"):
-            ht.Client(f"http://127.0.0.1:{port}", SUBMIT, patience_s=0.1).jobs()
+            ht.Client(f"http://127.0.0.1:{port}", SUBMIT, retry_timeout_s=0.1).jobs()
 
     @pytest.mark.parametrize("url", ["127.0.0.1:9301", "ftp://x", "http://", ""])
     def test_refuses_what_is_no_url(self, url):
@@ -949,7 +949,7 @@ class TestTheClient:
 
         server = web.Server(login_page, "127.0.0.1", 0)
         try:
-            client = ht.Client(f"http://127.0.0.1:{server.port}", SUBMIT, patience_s=0.3)
+            client = ht.Client(f"http://127.0.0.1:{server.port}", SUBMIT, retry_timeout_s=0.3)
             with pytest.raises(ServerError, match="ended without the event `end`"):
                 list(client.stream("/jobs/j/logs"))
         finally:
@@ -973,7 +973,7 @@ class TestTheClient:
         server = Redirects(app, "127.0.0.1", 0)
         try:
             with pytest.raises((UserError, ServerError)):
-                ht.Client(f"http://127.0.0.1:{server.port}", SUBMIT, patience_s=0).jobs()
+                ht.Client(f"http://127.0.0.1:{server.port}", SUBMIT, retry_timeout_s=0).jobs()
         finally:
             server.close()
         assert len(asked) == 1
@@ -981,7 +981,7 @@ class TestTheClient:
 
 def test_a_client_waits_as_long_as_it_may_for_a_server_that_stands_still(launcher):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and does not respond
-        client = ht.Client(f"http://127.0.0.1:{silent.getsockname()[1]}", SUBMIT, patience_s=0.2)
+        client = ht.Client(f"http://127.0.0.1:{silent.getsockname()[1]}", SUBMIT, retry_timeout_s=0.2)
         begun_s = time.monotonic()
         with pytest.raises(ServerError, match="does not respond"):
             client.request("GET", "/jobs")

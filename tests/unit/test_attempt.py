@@ -298,7 +298,7 @@ class TestAsked:
         look.join()
 
         assert ("running", "2 rank(s)") in seen
-        assert ("leaving", "its ranks were requested to save and exit after their step") in seen
+        assert ("stopping", "its ranks were requested to save and exit after their step") in seen
 
     @staticmethod
     def watch(tmp_path, seen):

@@ -116,7 +116,7 @@ class TestPbs:
 
     @pytest.mark.parametrize(
         ("letter", "substate", "state"),
-        [("Q", "10", "waiting"), ("H", "22", "waiting"), ("R", "42", "running"), ("E", "51", "running")],
+        [("Q", "10", "queued"), ("H", "22", "queued"), ("R", "42", "running"), ("E", "51", "running")],
     )
     def test_tells_the_state_of_a_job_that_has_not_ended(self, tmp_path, printing, letter, substate, state):
         job = submitted(request_of(tmp_path), "pbs")
@@ -312,9 +312,9 @@ class TestGridEngine:
         [
             ("r", "running", ""),
             ("dr", "running", ""),
-            ("hqw", "waiting", "in Grid Engine's queue: state hqw"),
-            ("Rq", "waiting", "in Grid Engine's queue: state Rq"),
-            ("Eqw", "waiting", "can't chdir to /nowhere"),
+            ("hqw", "queued", "in Grid Engine's queue: state hqw"),
+            ("Rq", "queued", "in Grid Engine's queue: state Rq"),
+            ("Eqw", "queued", "can't chdir to /nowhere"),
         ],
     )
     def test_tells_the_state_of_a_job(self, tmp_path, monkeypatch, letters, state, message):

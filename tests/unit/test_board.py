@@ -379,16 +379,16 @@ class TestAHang:
         return run_document(Run(folder), Readings(found, set(range(len(waiting_s))), 1.0, 1.0, found))
 
     def test_names_who_has_not_come(self, folder):
-        assert self.document(folder, 83.0, 0.0, 80.0)["stays_away"] == {"ranks": [1], "seconds": 83.0}
+        assert self.document(folder, 83.0, 0.0, 80.0)["missing_ranks"] == {"ranks": [1], "seconds": 83.0}
 
     def test_of_ranks_that_wait_a_little_is_none(self, folder):
-        assert self.document(folder, 3.0, 0.0, 2.0)["stays_away"] is None
+        assert self.document(folder, 3.0, 0.0, 2.0)["missing_ranks"] is None
 
     def test_names_a_frozen_rank_which_does_not_answer(self, folder):
-        assert self.document(folder, 83.0, None, 80.0)["stays_away"]["ranks"] == [1]
+        assert self.document(folder, 83.0, None, 80.0)["missing_ranks"]["ranks"] == [1]
 
     def test_in_which_all_wait_names_nobody(self, folder):
-        assert self.document(folder, 83.0, 82.0)["stays_away"]["ranks"] == []
+        assert self.document(folder, 83.0, 82.0)["missing_ranks"]["ranks"] == []
 
 
 class TestInBrief:
@@ -428,11 +428,11 @@ class TestAStateOfAnotherHost:
 
     def test_that_waits_in_a_queue_is_touched_by_nobody_and_has_not_ended(self, state, folder, monkeypatch):
         monkeypatch.setattr(socket, "gethostname", lambda: "node1")
-        StateFile(folder).write("waiting", message="it is in the queue again")
+        StateFile(folder).write("queued", message="it is in the queue again")
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
         os.utime(folder / "state.json", (time.time() - 4000,) * 2)
 
-        assert state.read().state == "waiting"
+        assert state.read().state == "queued"
 
     def test_that_is_not_has_ended(self, state, folder):
         os.utime(folder / "state.json", (time.time() - 400,) * 2)

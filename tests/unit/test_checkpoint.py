@@ -451,7 +451,7 @@ class TestManager:
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             checkpoints.save(1, **arguments)
-            checkpoints._collect_all()
+            checkpoints._join_pending_write()
         checkpoints.save(1, wait=True, **arguments)
         checkpoints.close()
 

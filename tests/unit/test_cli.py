@@ -8,10 +8,10 @@ import pytest
 import yaml
 from support.launching import cli
 
-from horovod_train.cli.main import VERBS
+from horovod_train.cli.main import COMMANDS
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", COMMANDS)
 def test_every_verb_has_help(tmp_path, verb):
     done = cli(verb, "--help", cwd=tmp_path)
 
@@ -21,7 +21,7 @@ def test_every_verb_has_help(tmp_path, verb):
 def test_the_verbs_are_listed(tmp_path):
     done = cli("--help", cwd=tmp_path)
 
-    assert all(f"  {verb} " in done.stdout for verb in VERBS)
+    assert all(f"  {verb} " in done.stdout for verb in COMMANDS)
 
 
 @pytest.mark.parametrize(

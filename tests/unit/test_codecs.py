@@ -59,7 +59,7 @@ def gradients_of(num_steps, size, seed=0, dtype=np.float32):
 
 def step(strategy, model, gradients, *, is_used=True):
     """Make a step with given gradients; return their sums."""
-    strategy.set_requires_sync(is_last=True)
+    strategy.prepare_backward(is_last=True)
     loss = sum((torch.from_numpy(np.asarray(g)) * getattr(model, n)).sum() for n, g in gradients.items())
     loss.backward()
     strategy.reduce(torch.tensor(1.0))
@@ -204,7 +204,7 @@ def test_the_loss_and_what_is_used_travel_as_they_are():
 
     def rank(world):
         strategy, model = bound(world, TopK(keep=0.01), size_bytes=10**6)
-        strategy.set_requires_sync(is_last=True)
+        strategy.prepare_backward(is_last=True)
         (model.a.sum() * 0.0).backward()
         loss = strategy.reduce(torch.tensor(0.1 + world.rank))
         return float(loss), model.b.grad.tolist()

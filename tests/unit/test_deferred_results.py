@@ -331,7 +331,7 @@ class Recorded(Hook):
     def __init__(self):
         self.steps = []
 
-    def on_reading(self, run, report):
+    def on_result(self, run, report):
         found = report.outcome
         self.steps.append((report.step, report.epochs_passed, report.lr, found.loss, found.is_finite))
 
@@ -470,12 +470,12 @@ class TestTheClock:
     def step(self, timer, *, data_s, launch_s, forward_s, wait_s):
         clock = DeviceClock(timer)
         timer.host(data_s)
-        clock.lap("data")
+        clock.end_phase("data")
         timer.host(launch_s)
         timer.work(forward_s)
-        clock.lap("forward")
+        clock.end_phase("forward")
         timer.work(wait_s)
-        clock.lap("allreduce_wait")
+        clock.end_phase("allreduce_wait")
         return clock
 
     def test_tells_the_time_of_a_device_that_is_always_busy(self):
@@ -504,7 +504,7 @@ class TestTheClock:
         clock = DeviceClock(timer)
         for seconds in (1.0, 2.0):
             timer.work(seconds)
-            clock.lap("forward")
+            clock.end_phase("forward")
         clock.read()
 
         assert clock.seconds == {"forward": 3.0}
@@ -513,7 +513,7 @@ class TestTheClock:
 
 def test_an_outcome_is_read_once_and_stays():
     clock = DeviceClock(FakeTimer())
-    clock.lap("forward")
+    clock.end_phase("forward")
     loss = torch.tensor(2.0)
     outcome = DeferredOutcome(
         pack({"loss": loss, "local_loss": torch.tensor(1.5), "grad_norm": None, "is_finite": True}),
@@ -538,7 +538,7 @@ def test_who_looks_on_while_the_host_waits_sees_the_phase_that_the_device_is_in(
     clock = DeviceClock(timer)
     for phase in ("forward", "backward", "allreduce_wait"):
         timer.work(1.0)
-        clock.lap(phase)
+        clock.end_phase(phase)
     seen = []
 
     def blocking():

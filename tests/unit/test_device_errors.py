@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from horovod_train.collectives.base import CollectiveLog
-from horovod_train.collectives.horovod import explained
+from horovod_train.collectives.horovod import translated
 from horovod_train.config.schema import Job, Strategy
 from horovod_train.errors import DeviceMemoryError, GpuError, KernelError, NcclError, PeerError, UserError
 from horovod_train.events.wire import Reporter
@@ -54,7 +54,7 @@ class TestNccl:
         ],
     )
     def test_an_error_is_its_own_cause_with_nccls_words(self, said, hint):
-        error = explained(RuntimeError(f"NCCL: ncclCommInitRank failed: {said}"), ENTRY, 0)
+        error = translated(RuntimeError(f"NCCL: ncclCommInitRank failed: {said}"), ENTRY, 0)
 
         assert isinstance(error, NcclError)
         assert error.cause == "nccl"
@@ -67,7 +67,7 @@ class TestNccl:
         said = "NCCL: async error: remote process exited or there was a network error"
 
         gone, left = (
-            explained(RuntimeError(text), ENTRY, 0) for text in (said, "Horovod has been shut down")
+            translated(RuntimeError(text), ENTRY, 0) for text in (said, "Horovod has been shut down")
         )
 
         assert isinstance(gone, PeerError)
@@ -83,7 +83,7 @@ class TestNccl:
         ],
     )
     def test_a_gpu_that_fails_while_horovod_uses_it_is_the_cause(self, said):
-        error = explained(RuntimeError(said), ENTRY, 3)
+        error = translated(RuntimeError(said), ENTRY, 3)
 
         assert isinstance(error, GpuError)
         assert f"rank 3's GPU: {said}: " in error.message

@@ -17,7 +17,7 @@ from support.matrix import renewed
 from unit.test_architecture import ROOMS
 
 from horovod_train import __version__, errors, registry
-from horovod_train.cli.main import VERBS
+from horovod_train.cli.main import COMMANDS
 from horovod_train.config.load import job_from
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.events.file import FORMAT_VERSION, MAX_BYTES
@@ -174,7 +174,7 @@ def test_the_table_of_strategies_lists_all():
 
 def test_the_readme_and_the_tour_name_every_verb():
     pages = (ROOT / "README.md").read_text() + (ROOT / "docs" / "tour.md").read_text()
-    for verb in VERBS:
+    for verb in COMMANDS:
         assert f"horovod-train {verb}" in pages
 
 

@@ -89,7 +89,7 @@ def test_a_submission_that_was_interrupted_is_found_again(flux, request_):
 @pytest.mark.parametrize(
     ("state", "found"),
     [
-        ({"state": "SCHED"}, "waiting"),
+        ({"state": "SCHED"}, "queued"),
         ({"state": "RUN"}, "running"),
         ({"state": "CLEANUP"}, "running"),
         ({"state": "INACTIVE", "result": "CANCELED"}, "cancelled"),
@@ -134,7 +134,7 @@ def test_a_job_runs_is_drained_and_continues_in_the_next_one(flux, request_):
     FluxLauncher().put_back("1000", request_)
     assert flux.job(1001)["options"]["--dependency"] == "afterany:1000"
     assert flux.job(1001)["arguments"] == ["1000"]
-    assert FluxLauncher().status(job).state == "waiting"
+    assert FluxLauncher().status(job).state == "queued"
 
 
 class TestAnAllocation:

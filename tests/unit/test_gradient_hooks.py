@@ -15,7 +15,7 @@ from horovod_train.data.shard import PlannedStep, share_of_step
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
 from horovod_train.frameworks.torch.step.replica import TorchReplica
-from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import make_allreduce
 
 LIMIT, LR, NUM_SAMPLES = 0.01, 0.5, 12
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -82,7 +82,7 @@ def of_ranks(world, name, loss, accumulation):
     model = with_hooks(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     defer_hooks_after_accumulation(model)
-    strategy = summed_gradients(world, Allreduce())
+    strategy = make_allreduce(world, Allreduce())
     strategy.bind(model, optimizer)
     made = TorchReplica(
         model=model, optimizer=optimizer, strategy=strategy, data_ranks=world, train=Train(), task=Task(loss)
@@ -123,7 +123,7 @@ def test_a_hook_of_several_gradients_runs_within_the_backward_pass():
         torch.autograd.graph.register_multi_grad_hook(
             list(model.parameters()), lambda gradients: seen.append(len(gradients))
         )
-        strategy = summed_gradients(world, Allreduce())
+        strategy = make_allreduce(world, Allreduce())
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         strategy.bind(model, optimizer)
         made = TorchReplica(

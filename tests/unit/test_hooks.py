@@ -507,7 +507,7 @@ class TestProgress:
         run = made(world or SingleRank(), **job)
 
         class Pass(Hook):
-            def on_reading(self, run, report):
+            def on_result(self, run, report):
                 clock[0] += step_s(run.progress.step) if callable(step_s) else step_s
 
         run.hooks = [Pass(), ReportProgress(told.reporter, interval_s)]

@@ -1263,7 +1263,7 @@ class TestWhatIsRemembered:
     def test_of_a_run_that_has_not_begun_is_that_it_waits(self, tmp_path):
         status = jobs.StateFile(tmp_path).read_recorded()
 
-        assert (status.state, status.exit_code, status.message) == ("waiting", None, "not started yet")
+        assert (status.state, status.exit_code, status.message) == ("queued", None, "not started yet")
 
     def test_of_a_process_that_was_never_there_is_that_it_is_gone(self, tmp_path):
         document = {"pid": 2**22 + 1, "pid_started_unix_s": 1.0}

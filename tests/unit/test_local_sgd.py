@@ -216,7 +216,7 @@ def test_what_travels_is_the_model_and_its_state_once_in_a_while():
         def __init__(self, run):
             self.found = run.replica.bytes = []
 
-        def on_reading(self, run, report):
+        def on_result(self, run, report):
             self.found.append((report.outcome.numbers["sent_bytes"], run.replica.replicas_identical))
 
     def rank(world):

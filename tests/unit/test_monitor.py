@@ -188,7 +188,7 @@ class TestHistory:
         history = HistoryReader(folder).update()
 
         assert (history.num_attempts, history.num_preemptions, history.hosts_lost) == (3, 2, ["b"])
-        assert history.world_size_wanted == 3
+        assert history.world_size_desired == 3
 
     def test_forgets_targets_and_failures_of_ranks_that_are_started_again(self, make):
         attempt = Attempt(number=0, num_ranks=2, num_wanted=2, hosts=())

@@ -16,7 +16,7 @@ from support.mpijobs import described
 from support.waiting import wait_until
 
 from horovod_train.config.schema import Job
-from horovod_train.errors import LaunchError, UnansweredError, UserError
+from horovod_train.errors import LaunchError, LauncherTimeoutError, UserError
 from horovod_train.launch import jobs
 from horovod_train.launch.submit import make_plan, resolve
 from horovod_train.plugins.kubernetes import launcher as module
@@ -117,7 +117,7 @@ def test_a_job_that_runs_is_not_deleted_when_the_server_is_away(api, monkeypatch
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "_wait_for_acceptance", away)
-        with pytest.raises(UnansweredError):
+        with pytest.raises(LauncherTimeoutError):
             launcher.submit(request, plan)
 
     assert api.names("MPIJob") == ["digits"]
@@ -254,7 +254,7 @@ def test_a_job_in_a_queue_waits(api):
 
     status = MpiJobLauncher().status(submit(api))
 
-    assert (status.state, status.exit_code) == ("waiting", None)
+    assert (status.state, status.exit_code) == ("queued", None)
     assert "by its queue" in status.message
 
 

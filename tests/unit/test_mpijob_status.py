@@ -97,13 +97,13 @@ class TestStatus:
             (job("Created", "Failed"), [pod("l", "Failed", "launcher", code=3)], "failed", 3),
             (job("Created", "Failed"), [pod("l", "Failed", "launcher", code=0)], "failed", 1),
             (job("Created", "Failed"), [], "failed", 1),
-            (job("Created", annotations=[CANCELLED]), [RUNNING, DONE], "leaving", None),
+            (job("Created", annotations=[CANCELLED]), [RUNNING, DONE], "stopping", None),
             (job("Created", annotations=[CANCELLED]), [DONE], "cancelled", 143),
-            (job("Created", deletionTimestamp="now"), [RUNNING], "leaving", None),
-            (job("Created", suspend=True), [], "waiting", None),
-            (job("Created", suspend=True, annotations=[DRAINED]), [RUNNING], "leaving", None),
+            (job("Created", deletionTimestamp="now"), [RUNNING], "stopping", None),
+            (job("Created", suspend=True), [], "queued", None),
+            (job("Created", suspend=True, annotations=[DRAINED]), [RUNNING], "stopping", None),
             (job("Created", suspend=True, annotations=[DRAINED]), [DONE], "preempted", 75),
-            (job(), [], "waiting", None),
+            (job(), [], "queued", None),
         ],
     )
     def test_is_one_word_and_a_code(self, mpi_job, pods, state, code):
@@ -224,20 +224,20 @@ class TestTheEnd:
 
 
 class TestWhatTheServerRefuses:
-    def explained(self, status, body, what="mpijobs j"):
+    def translated(self, status, body, what="mpijobs j"):
         error = SimpleNamespace(status=status, body=body, reason="Forbidden")
         return Cluster._explained(object.__new__(Cluster), what, error)
 
     @pytest.mark.parametrize("body", [None, "<html>", "[]", "{}", "3"])
     def test_without_a_message_is_told_by_its_reason(self, body):
-        error = self.explained(403, body)
+        error = self.translated(403, body)
 
         assert error.message == "mpijobs j: Forbidden"
         assert "ask for a Role" in error.hint
 
     @pytest.mark.parametrize("status", [*(429, 500, 502, 503, 504), *(400, 401, 403, 404, 409, 422, 501)])
     def test_for_a_while_may_be_asked_again(self, status):
-        error = self.explained(status, json.dumps({"message": "later"}))
+        error = self.translated(status, json.dumps({"message": "later"}))
 
         assert isinstance(error, UnreachableError) == (status in (429, 500, 502, 503, 504))
 
@@ -252,7 +252,7 @@ class TestWhatTheServerRefuses:
         ],
     )
     def test_for_good_is_told_with_what_to_do(self, status, message, hint):
-        error = self.explained(status, json.dumps({"message": message}))
+        error = self.translated(status, json.dumps({"message": message}))
 
         assert type(error) is LaunchError
         assert (error.message, error.hint) == (f"mpijobs j: {message}", hint)

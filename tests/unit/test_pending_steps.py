@@ -174,7 +174,7 @@ class Answer(Hook):
         answer, self.answer = self.answer, None
         return answer
 
-    def on_reading(self, run, report):
+    def on_result(self, run, report):
         return self._once("reading", report.step)
 
     def on_step(self, run):

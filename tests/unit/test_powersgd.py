@@ -36,7 +36,7 @@ def bound(ranks, rank=2, size_bytes=10**6):
 
 def step(strategy, model, gradients, *, is_used=True):
     """Make a step with given gradients; return their sums."""
-    strategy.set_requires_sync(is_last=True)
+    strategy.prepare_backward(is_last=True)
     sum((torch.from_numpy(np.asarray(g)) * getattr(model, n)).sum() for n, g in gradients.items()).backward()
     strategy.reduce(torch.tensor(1.0))
     found = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}

@@ -187,11 +187,11 @@ class TestTheGuard:
 
 
 @pytest.mark.parametrize(
-    ("number", "is_patient"),
+    ("number", "is_drain"),
     [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGUSR1, True), (signal.SIGUSR2, True)],
 )
-def test_a_signal_that_is_caught_says_which(number, is_patient):
+def test_a_signal_that_is_caught_says_which(number, is_drain):
     asked = TerminationRequested(number)
 
     assert str(asked) == f"signal {int(number)}"
-    assert asked.is_patient == is_patient
+    assert asked.is_drain == is_drain

@@ -94,7 +94,7 @@ CASES = {
         missing(2),
         [
             missing(3),
-            [*missing(2), state("leaving")],
+            [*missing(2), state("stopping")],
             # All have ended: no series is left.
             [
                 series("steps_total", rank(0), "0+1x20 _x200"),
@@ -122,7 +122,7 @@ CASES = {
         STANDS_STILL,
         [
             [series("steps_total", rank(0), "0+5x10 50x200"), series("steps_total", rank(1), "0+1x200")],
-            [*STANDS_STILL, state("leaving")],
+            [*STANDS_STILL, state("stopping")],
             [*STANDS_STILL, state("failed")],
             [series("steps_total", rank(0), "0+5x10 _x200")],
             # Begun twelve minutes ago, and the first step takes its time.
@@ -131,7 +131,7 @@ CASES = {
         ],
         [{"training_job": "digits"}],
     ),
-    "HorovodTrainRankStaysAway": Case(
+    "HorovodTrainRankNotInCollective": Case(
         [steady("waiting_now_seconds", 0, rank(1)), series("waiting_now_seconds", rank(0), "0+15x200")],
         [
             [steady("waiting_now_seconds", 0, rank(1)), series("waiting_now_seconds", rank(0), "90x200")],
@@ -172,8 +172,8 @@ CASES = {
         [{"training_job": "digits"}],
     ),
     "HorovodTrainWorldTooSmall": Case(
-        [steady("world_size_present", 2), steady("world_size_wanted", 3)],
-        [[steady("world_size_present", 3), steady("world_size_wanted", 3)]],
+        [steady("world_size_present", 2), steady("world_size_desired", 3)],
+        [[steady("world_size_present", 3), steady("world_size_desired", 3)]],
         [{"training_job": "digits"}],
     ),
     "HorovodTrainGpuThrottled": Case(

@@ -392,7 +392,7 @@ def test_a_loop_with_sharded_weights_needs_a_function_that_makes_the_optimizer()
 def test_a_strategy_that_runs_the_passes_is_refused():
     with (
         horovod_train.init(
-            "own", device="cpu", strategy={"name": "pipeline", "args": {"stages": 1}}
+            "own", device="cpu", strategy={"name": "pipeline", "args": {"pipeline_parallel_degree": 1}}
         ) as session,
         pytest.raises(UserError, match="runs the passes of a step itself"),
     ):

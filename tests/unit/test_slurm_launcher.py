@@ -116,7 +116,7 @@ class TestSubmitting:
         (queue / "41").write_text("PENDING")
 
         assert launcher.submit(request, launcher.plan(request)) == "41"
-        assert launcher.status(interrupted).state == "waiting"
+        assert launcher.status(interrupted).state == "queued"
         launcher.cancel(interrupted, "stop")
         assert not calls(queue, "sbatch")
         assert calls(queue, "scancel") == ["scancel 41"]
@@ -142,7 +142,7 @@ class TestStatus:
     def test_of_a_job_in_the_queue_says_what_it_waits_for(self, job):
         status = SlurmLauncher().status(job)
 
-        assert (status.state, status.message) == ("waiting", "in Slurm's queue: Resources")
+        assert (status.state, status.message) == ("queued", "in Slurm's queue: Resources")
 
     def test_of_a_job_that_runs_is_its_own_word(self, job, queue):
         (queue / "41").write_text("RUNNING")
@@ -172,7 +172,7 @@ class TestStatus:
     @pytest.mark.parametrize(
         ("slurm", "state", "code", "said"),
         [
-            ("CANCELLED", "cancelled", 143, "cancelled in Slurm; before that: waiting"),
+            ("CANCELLED", "cancelled", 143, "cancelled in Slurm; before that: queued"),
             ("COMPLETED", "failed", 1, "the state file has no final state"),
             ("NODE_FAIL", "failed", 1, "Slurm reports NODE_FAIL, but the state file"),
             (None, "failed", 1, "Slurm reports no job with this ID, but"),
@@ -372,7 +372,7 @@ class TestWhenTheTimeOfAnAllocationIsOver:
 
         assert (queue / "41").read_text().strip() == "REQUEUED"
         assert isinstance(error, PreemptedError)
-        assert state.state == "waiting"
+        assert state.state == "queued"
         assert "time limit reached, requeued; preempted" in state.message
 
     def test_a_job_that_does_not_want_to_is_not(self, ends, queue):

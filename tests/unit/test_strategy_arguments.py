@@ -48,9 +48,25 @@ class TestArguments:
         ("name", "args"),
         [
             ("pipeline", {}),
-            ("pipeline", {"stages": 4, "schedule": "interleaved", "chunks_per_rank": 2, "balance": "time"}),
-            ("mesh", {"tensor": 2, "shard": True, "shard_ranks": "host", "units": ["layers.*"]}),
-            ("mesh", {"pipeline": 2, "tensor": 2, "schedule": "gpipe"}),
+            (
+                "pipeline",
+                {
+                    "pipeline_parallel_degree": 4,
+                    "schedule": "interleaved",
+                    "virtual_stages_per_rank": 2,
+                    "balance": "time",
+                },
+            ),
+            (
+                "mesh",
+                {
+                    "tensor_parallel_degree": 2,
+                    "shard_data_parallel": True,
+                    "shard_ranks": "host",
+                    "units": ["layers.*"],
+                },
+            ),
+            ("mesh", {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "schedule": "gpipe"}),
             ("fsdp", {"shard_ranks": 4}),
             ("local_sgd", {"every_steps": 8, "outer": {}}),
             ("parameter_server", {"max_staleness": 0}),
@@ -69,11 +85,19 @@ class TestArguments:
         ("name", "args", "said"),
         [
             ("pipeline", {"schedule": "interleaved"}, "interleaved needs at least 2"),
-            ("pipeline", {"chunks_per_rank": 2}, "schedule: 1f1b and chunks_per_rank: 2 do not go together"),
+            (
+                "pipeline",
+                {"virtual_stages_per_rank": 2},
+                "schedule: 1f1b and virtual_stages_per_rank: 2 do not go together",
+            ),
             ("pipeline", {"schedule": "zb"}, "schedule"),
-            ("mesh", {"pipeline": 2, "shard": True}, "shard: true needs pipeline: 1"),
-            ("mesh", {"tensor": 2, "units": ["a"]}, "units would have no effect"),
-            ("mesh", {"tensor": 2, "schedule": "gpipe"}, "schedule would have no effect"),
+            (
+                "mesh",
+                {"pipeline_parallel_degree": 2, "shard_data_parallel": True},
+                "shard_data_parallel: true needs",
+            ),
+            ("mesh", {"tensor_parallel_degree": 2, "units": ["a"]}, "units would have no effect"),
+            ("mesh", {"tensor_parallel_degree": 2, "schedule": "gpipe"}, "schedule would have no effect"),
             ("fsdp", {"shard_ranks": 0}, "shard_ranks"),
             ("tensor_parallel", {"plan": {"a": "sideways"}}, "plan"),
             ("local_sgd", {"every_steps": 8, "outer": {"momentum": 1.0}}, "momentum"),
@@ -111,22 +135,24 @@ def test_ranks_are_arranged_as_the_strategy_says():
 
     assert axes("allreduce", {}) == Axes(8)
     assert axes("pipeline", {}) == Axes(1, pipeline=8)
-    assert axes("pipeline", {"stages": 2}) == Axes(4, pipeline=2)
-    assert axes("tensor_parallel", {"degree": 4}) == Axes(2, tensor=4)
-    assert axes("mesh", {"pipeline": 2, "tensor": 2}) == Axes(2, pipeline=2, tensor=2)
+    assert axes("pipeline", {"pipeline_parallel_degree": 2}) == Axes(4, pipeline=2)
+    assert axes("tensor_parallel", {"tensor_parallel_degree": 4}) == Axes(2, tensor=4)
+    assert axes("mesh", {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}) == Axes(
+        2, pipeline=2, tensor=2
+    )
 
 
 @pytest.mark.parametrize(
     ("args", "kind"),
     [
         ({}, TensorParallel),
-        ({"shard": True}, ShardedLayers),
-        ({"pipeline": 2}, Pipeline),
+        ({"shard_data_parallel": True}, ShardedLayers),
+        ({"pipeline_parallel_degree": 2}, Pipeline),
     ],
 )
 def test_a_mesh_is_made_of_what_its_axes_are(args, kind):
     job = Job(name="j", task="digits", strategy=Strategy(name="mesh", args=args))
-    axes = Axes(1, pipeline=args.get("pipeline", 1))
+    axes = Axes(1, pipeline=args.get("pipeline_parallel_degree", 1))
 
     assert type(make_strategy(job, Mesh(SingleRank(), SingleRank(), axes))) is kind
     assert issubclass(ShardedLayers, Fsdp)

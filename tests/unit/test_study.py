@@ -22,11 +22,11 @@ from horovod_train.events.types import Evaluation, Progress, Resumed, Summary
 from horovod_train.plugins.study.results import (
     Result,
     Study,
+    fingerprint_of,
     locked,
     open_study,
     policies_of,
     policy_digest,
-    problem_of,
     read_study,
     result_of,
     trials_of,
@@ -161,8 +161,8 @@ def test_the_result_of_a_trial_that_was_killed_is_that_of_its_last_start():
     assert found.best("loss", "min") == 0.4
     assert found.seconds_to("loss", 0.5) == 3.0
     assert found.seconds_to("loss", 0.1) is None
-    assert result_of(trial, records, "no memory").problem == "no memory"
-    assert result_of(trial, []).problem == "it has no summary"
+    assert result_of(trial, records, "no memory").error == "no memory"
+    assert result_of(trial, []).error == "it has no summary"
 
 
 def result(policy="linear", ranks=1, seed=0, accuracy=0.98, loss=0.06, seconds=10.0, **more):
@@ -239,7 +239,7 @@ class TestTheTable:
         assert "this machine has fewer cores than ranks" in markdown.lower()
 
     def test_shows_a_row_that_failed_with_its_reason(self):
-        failed = replace(result(ranks=8), problem="the loss is nan", metrics={}, evaluations=[])
+        failed = replace(result(ranks=8), error="the loss is nan", metrics={}, evaluations=[])
         columns, rows = cells_of(table_of([result(), failed], ACCURACY))
 
         assert rows[1][:3] == ("linear", "8", "256")
@@ -248,7 +248,7 @@ class TestTheTable:
         assert sentences == ["8 ranks, linear: 1 of 1 seeds failed: the loss is nan."]
 
     def test_a_row_with_failed_seeds_is_neither_safe_nor_best(self):
-        failed = replace(result("sqrt", 4, 1), problem="killed", metrics={}, evaluations=[])
+        failed = replace(result("sqrt", 4, 1), error="killed", metrics={}, evaluations=[])
         results = [
             *by_seed("linear", 1, [0.9, 0.91]),
             result("sqrt", 4, 0, 0.99),
@@ -335,7 +335,7 @@ class TestTheFile:
 
     def test_goes_on_with_another_number_of_cores(self, tmp_path):
         (two,), (one,) = (trials(digits(), ranks=[2], seeds=1, cores=cores) for cores in (2, 1))
-        found = replace(result_of(two, [event(1, summary(10, 3.0, loss=0.4))]), problem="")
+        found = replace(result_of(two, [event(1, summary(10, 3.0, loss=0.4))]), error="")
         study = self.study(tmp_path / "s", digits(), found)
 
         assert two.job != one.job
@@ -344,7 +344,7 @@ class TestTheFile:
 
     def test_of_other_settings_is_refused(self, tmp_path):
         (trial,) = trials(digits(), ranks=[1], seeds=1)
-        found = replace(result_of(trial, [event(1, summary(10, 3.0, loss=0.4))]), problem="")
+        found = replace(result_of(trial, [event(1, summary(10, 3.0, loss=0.4))]), error="")
         study = self.study(tmp_path / "s", digits(), found)
 
         assert study.result_of(trial) == found
@@ -407,7 +407,7 @@ class TestAdvice:
             *by_seed("linear", 8, [0.98 - lost, 0.982 - lost], policy_digest=policy_digest(digits())),
             *by_seed("adascale", 8, [0.979, 0.981], policy_digest=policy_digest(adascale)),
         ]
-        study = Study(tmp_path, "digits", problem_of(digits()), "id", "2026-01-01 10:00")
+        study = Study(tmp_path, "digits", fingerprint_of(digits()), "id", "2026-01-01 10:00")
         study.results = {each.trial: each for each in [*results, *more]}
         study.metric = ("accuracy", "max")
         study.save()
@@ -436,7 +436,7 @@ class TestAdvice:
     def test_says_that_training_has_diverged(self, tmp_path):
         digest = policy_digest(digits())
         failed = [
-            replace(result("linear", 16, seed, policy_digest=digest), problem="the loss is nan", metrics={})
+            replace(result("linear", 16, seed, policy_digest=digest), error="the loss is nan", metrics={})
             for seed in (0, 1)
         ]
         assert self.advice(tmp_path, digits(), 16, *failed).endswith(

@@ -22,7 +22,7 @@ OTHER_VALUES = {
     "train.matmul_precision": "high",
     "train.channels_last": True,
     "train.activation_checkpointing": ["layers.*"],
-    "train.activations_mib": 100,
+    "train.activation_memory_mib": 100,
     "train.initial_weights": "weights.safetensors",
     "train.sync_batch_norm": True,
     "train.average_buffers": ["norm.*"],

@@ -90,7 +90,7 @@ def test_a_step_moves_every_metric_it_speaks_of(recorder):
     assert found[prefix + "step_seconds_sum",] == pytest.approx(len(PHASES) * 0.25 + len(PHASES) * 0.05)
     assert found[prefix + "step_phase_seconds_count", "backward"] == 2
     assert found[prefix + "step_phase_seconds_bucket", "0.1", "backward"] == 1
-    assert found[prefix + "world_size_wanted",] == 4
+    assert found[prefix + "world_size_desired",] == 4
     assert found[prefix + "world_size_present",] == 1
 
 
@@ -99,7 +99,7 @@ def test_before_the_first_step_only_what_is_known_is_shown(recorder):
     counters = {metric.name for metric in CATALOG if metric.kind == "counter" and metric.from_zero}
     known = {name.removesuffix("_total") for (name, *_) in samples(recorder) if not name.endswith("_created")}
 
-    others = {"world_size_wanted", "world_size_present", "rank_ended_timestamp_seconds"}
+    others = {"world_size_desired", "world_size_present", "rank_ended_timestamp_seconds"}
     assert known == {name.removesuffix("_total") for name in counters} | {
         f"horovod_train_{n}" for n in others
     }
@@ -156,8 +156,8 @@ def test_a_checkpoint_has_an_age_and_a_failed_one_is_counted(recorder):
 
 def test_the_clock_accounts_for_all_time():
     clock = StepClock(_last=0.0)
-    clock.lap("data")
-    clock.lap("forward")
+    clock.end_phase("data")
+    clock.end_phase("forward")
 
     assert set(clock.seconds) == {"data", "forward"}, "a phase that was not seen is absent"
     assert sum(clock.seconds.values()) == pytest.approx(clock._last)

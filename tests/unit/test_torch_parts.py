@@ -44,7 +44,7 @@ from horovod_train.frameworks.torch.framework import (
 )
 from horovod_train.frameworks.torch.state import local
 from horovod_train.frameworks.torch.state.model import _scaler_state
-from horovod_train.frameworks.torch.strategies.allreduce.strategy import SingleRankStrategy, summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import SingleRankStrategy, make_allreduce
 from horovod_train.frameworks.torch.task import Placement, TorchReader
 
 
@@ -207,10 +207,10 @@ class TestGradients:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         with pytest.raises(UserError, match="the optimizer trains no parameter"):
-            summed_gradients(SingleRank(), Allreduce()).bind(model, optimizer)
+            make_allreduce(SingleRank(), Allreduce()).bind(model, optimizer)
 
     def test_of_one_rank_need_no_exchange(self):
-        assert isinstance(summed_gradients(SingleRank(), Allreduce()), SingleRankStrategy)
+        assert isinstance(make_allreduce(SingleRank(), Allreduce()), SingleRankStrategy)
 
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  (what tasks have)

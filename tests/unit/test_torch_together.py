@@ -26,7 +26,7 @@ from horovod_train.frameworks.torch.comm import allreduce_benchmark as benchmark
 from horovod_train.frameworks.torch.comm.collectives import Exchange, TorchCommunicator
 from horovod_train.frameworks.torch.framework import TorchFramework, optimizer_of
 from horovod_train.frameworks.torch.step.replica import TorchReplica
-from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, make_allreduce
 from horovod_train.frameworks.torch.task import Placement, TorchReader
 from horovod_train.health.comparisons import fingerprints
 from horovod_train.tasks.digits import Digits
@@ -286,7 +286,7 @@ class TestTheReplica:
     def replica(self, world, model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         job = Job(name="j", task="digits")
-        strategy = summed_gradients(world, job.allreduce)
+        strategy = make_allreduce(world, job.allreduce)
         strategy.bind(model, optimizer)
         return TorchReplica(
             model=model,

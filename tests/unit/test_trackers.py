@@ -100,7 +100,7 @@ class Fails:
     def on_start(self, run):
         pass
 
-    def on_reading(self, run, report):
+    def on_result(self, run, report):
         pass
 
     def on_step(self, run):

@@ -11,8 +11,8 @@ from horovod_train.config.load import job_file, load_job
 from horovod_train.errors import UserError
 from horovod_train.plugins.study.results import (
     Study,
+    fingerprint_of,
     policies_of,
-    problem_of,
     read_study,
     result_of,
     trials_of,
@@ -28,7 +28,9 @@ class Trainings:
 
     def __init__(self, folder, monkeypatch, best, diverges_at=math.inf):
         self.job = load_job(job_file("digits"), (), environ={})
-        self.study = read_study(folder) or Study(folder, "digits", problem_of(self.job), "id", "2026-01-01")
+        self.study = read_study(folder) or Study(
+            folder, "digits", fingerprint_of(self.job), "id", "2026-01-01"
+        )
         self.best, self.diverges_at, self.trained, self.said = best, diverges_at, [], []
         monkeypatch.setattr("horovod_train.plugins.study.run.run_trial", self.run)
 

@@ -176,7 +176,7 @@ def test_after_training_has_gone_back_steps_are_compared_with_those_of_the_same_
              for rank in range(2)]  # fmt: skip
     for rank, steps in enumerate(([(3, 0.0), (4, 0.0)], [(3, 9.0), (4, 9.0), (3, 0.25), (4, 0.25)])):
         for number, wait_s in steps:
-            ranks[rank].on_reading(None, reading_of(number, wait_s))
+            ranks[rank].on_result(None, reading_of(number, wait_s))
     payloads = [rank.payload() for rank in ranks]
     for rank in ranks:
         rank.on_gathered(payloads)

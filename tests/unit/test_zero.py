@@ -135,7 +135,7 @@ def under_way(size, order_of=lambda _rank, layers: layers, slowness_s=0.0):
         strategy = Zero(Mesh.data_parallel(world), job)
         strategy.bind(mine, torch.optim.SGD(mine.parameters(), 0.1))
         strategy.begin(None)
-        strategy.set_requires_sync(is_last=True)
+        strategy.prepare_backward(is_last=True)
         most = 0
         for layer in order_of(world.rank, list(mine)):
             sleep(slowness_s * world.rank)

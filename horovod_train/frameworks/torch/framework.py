@@ -46,7 +46,7 @@ from horovod_train.frameworks.torch.sizes import (
 from horovod_train.frameworks.torch.state.local import load_initial, meta_parameters, whole_model
 from horovod_train.frameworks.torch.state.model import (
     batch_of,
-    explained,
+    fake_step_errors,
     loss_of,
     meta_model,
     to_fake_tensor,
@@ -59,7 +59,7 @@ from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.step.random import install
 from horovod_train.frameworks.torch.step.replica import TorchReplica
-from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import make_allreduce
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, make_strategy
 from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, Placement, TorchReader, TorchTask
 from horovod_train.frameworks.torch.verify.one_process import OneProcess, has_room
@@ -193,7 +193,10 @@ def noise_meter_of(
     if job.metrics.noise_scale_every_steps is None and not follows_gain(job.lr.scaling):
         return None
     return NoiseMeter(
-        optimizer, by_group=job.metrics.noise_scale_groups, device=device, has_parts=strategy.measures_parts
+        optimizer,
+        by_group=job.metrics.noise_scale_groups,
+        device=device,
+        has_parts=strategy.measures_local_gradients,
     )
 
 
@@ -238,7 +241,7 @@ def seeded_as_at_the_start(job: Job) -> Iterator[None]:
 
 def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.device) -> TorchReplica:
     """Return a replica of the task's plain model under ``allreduce``, for the strategy's verification."""
-    strategy = summed_gradients(mesh.data, Allreduce(), name="verify")
+    strategy = make_allreduce(mesh.data, Allreduce(), name="verify")
     with seeded_as_at_the_start(job):
         plain = make_model(task, strategy, initial_weights(job))
         defer_hooks_after_accumulation(plain)
@@ -337,18 +340,18 @@ def layers_recomputed(job: Job, task: TorchTask, world: Communicator) -> Sequenc
     Raises:
         UserError: The activations exceed the budget, or their size cannot be determined.
     """
-    budget_mib = job.train.activations_mib
+    budget_mib = job.train.activation_memory_mib
     if budget_mib is None:
         return job.train.activation_checkpointing
     batch = batch_of(job, task)
-    with FakeTensorMode(allow_non_fake_inputs=True), explained(job):
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_step_errors(job):
         model, fake = meta_model(task).train(), to_fake_tensor(batch)
         layers = layers_to_recompute(
             saved_activations(model, lambda: loss_of(job, task, model, fake)), budget_mib
         )
     seed_generators(job.train.seed, 0, 0)  # the initial weights do not depend on this computation
     if world.rank == 0:
-        log.info("train.activations_mib: %d layers recompute activations: %s", len(layers), layers)
+        log.info("train.activation_memory_mib: %d layers recompute activations: %s", len(layers), layers)
     return layers
 
 

@@ -33,7 +33,7 @@ from horovod_train.frameworks.torch.sizes import (
 from horovod_train.frameworks.torch.state.model import (
     batch_of,
     empty_like,
-    explained,
+    fake_step_errors,
     loss_of,
     meta_model,
     to_fake_tensor,
@@ -62,10 +62,10 @@ def sizes_of(job: Job, num_ranks: int) -> JobSizes:
     task = load_task(job.task, job.task_args, REQUIRED)
     seed_generators(job.train.seed, 0, 0)
     batch = batch_of(job, task)
-    with FakeTensorMode(allow_non_fake_inputs=True), explained(job):
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_step_errors(job):
         whole = _sizes(job, task, meta_model(task), batch)
     of_tensor_rank = None
-    with FakeTensorMode(allow_non_fake_inputs=True), suppress(UserError), explained(job):
+    with FakeTensorMode(allow_non_fake_inputs=True), suppress(UserError), fake_step_errors(job):
         part = meta_model(task)
         if num_ranks > 1 and _cut(job, part, num_ranks):
             of_tensor_rank = _sizes(job, task, part, batch)
@@ -75,7 +75,7 @@ def sizes_of(job: Job, num_ranks: int) -> JobSizes:
 def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Sizes:
     model.train()
     fake = to_fake_tensor(batch)
-    layers, budget_mib = job.train.activation_checkpointing, job.train.activations_mib
+    layers, budget_mib = job.train.activation_checkpointing, job.train.activation_memory_mib
     if budget_mib is not None:
         layers = layers_to_recompute(
             saved_activations(model, lambda: loss_of(job, task, model, fake)), budget_mib

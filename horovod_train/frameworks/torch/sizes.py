@@ -246,7 +246,7 @@ def layers_to_recompute(kept: SavedActivations, budget_mib: float) -> list[str]:
             return chosen
     least = min(kept.peak(set(list(kept.layers)[:num])) for num in range(len(kept.layers) + 1))
     raise UserError(
-        f"train.activations_mib: {budget_mib:g} MiB are too few: a micro-batch keeps "
+        f"train.activation_memory_mib: {budget_mib:g} MiB are too few: a micro-batch keeps "
         f"{kept.peak(set()) / MIB:.0f} MiB, and {least / MIB:.0f} MiB if its {len(kept.layers)} layers "
         "recompute activations",
         hint="allow more, or lower train.batch_size_per_rank and raise train.accumulation_steps",

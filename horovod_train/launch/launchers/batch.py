@@ -42,7 +42,7 @@ from horovod_train.system.files import write_atomic
 SCRIPT = "batch.sh"
 
 How = Literal["drain", "stop", "kill"]
-BatchState = Literal["waiting", "active", "ending", "cancelled", "ended"]
+BatchState = Literal["queued", "active", "ending", "cancelled", "ended"]
 
 
 @dataclass(frozen=True)
@@ -165,17 +165,17 @@ class BatchLauncher(PolledLauncher):
         native_id = self._native_id(job.log_dir, job.native_id)
         if not native_id:
             return JobStatus(
-                "waiting", message=f"not in {self.system}'s queue: its submission was interrupted"
+                "queued", message=f"not in {self.system}'s queue: its submission was interrupted"
             )
         queued = self.query(native_id)
         # Read afterwards, because a job that has ended has written its final state before.
         own = StateFile(job.log_dir).read_recorded()
-        if queued is not None and queued.state == "waiting":
-            return JobStatus("waiting", message=f"in {self.system}'s queue: {queued.reason or queued.shown}")
+        if queued is not None and queued.state == "queued":
+            return JobStatus("queued", message=f"in {self.system}'s queue: {queued.reason or queued.shown}")
         if queued is not None and queued.state in ("active", "ending"):
             # The final state may be that of an attempt before the job was requeued.
             is_old = own.has_ended and queued.state != "ending"
-            return JobStatus("starting") if is_old or own.state == "waiting" else own
+            return JobStatus("starting") if is_old or own.state == "queued" else own
         if own.has_ended:
             return own
         if (queued is not None and queued.state == "cancelled") or was_cancelled(job.log_dir):
@@ -200,7 +200,7 @@ class BatchLauncher(PolledLauncher):
         status = self.status(job)
         if status.has_ended:
             return
-        is_waiting = status.state == "waiting"
+        is_waiting = status.state == "queued"
         if how != "drain" or is_waiting:
             mark_cancelled(job.log_dir)
         if native_id := self._native_id(job.log_dir, job.native_id):
@@ -332,7 +332,7 @@ def _put_back(batch: BatchLauncher, native_id: str, request: LaunchRequest, erro
     """Requeue the job in which this process runs."""
     state = StateFile(request.log_dir)
     # Before the requeue, so that waiting clients see that the job has not ended.
-    state.write("waiting", message=f"time limit reached, requeued; {error.message}")
+    state.write("queued", message=f"time limit reached, requeued; {error.message}")
     try:
         batch.put_back(native_id, request)
     except LaunchError:

@@ -141,7 +141,7 @@ class SupervisedLauncher(PolledLauncher):
         while True:
             # Queried before the state is read, because another process may run the job.
             has_exited = process.poll() is not None
-            if state.read().state != "waiting":
+            if state.read().state != "queued":
                 break
             if has_exited or monotonic() > deadline_s:
                 text = (request.log_dir / "launcher.log").read_text(encoding="utf-8").strip()
@@ -158,7 +158,7 @@ class SupervisedLauncher(PolledLauncher):
         """Return the status of a job."""
         state = StateFile(job.log_dir)
         if not job.is_started and state.recorded_pid() is None:
-            return JobStatus("waiting", message="its submission is in progress, or was interrupted")
+            return JobStatus("queued", message="its submission is in progress, or was interrupted")
         return state.read()
 
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
@@ -171,7 +171,7 @@ class SupervisedLauncher(PolledLauncher):
         if status.has_ended:
             return
         state = StateFile(job.log_dir)
-        if status.state == "waiting":  # its submission is in progress, or was interrupted
+        if status.state == "queued":  # its submission is in progress, or was interrupted
             try:
                 job.log_dir.mkdir(parents=True, exist_ok=True)
                 if state.claim("cancelled", exit_code_of(signal.SIGTERM), "cancelled before it was started"):

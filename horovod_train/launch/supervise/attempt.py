@@ -168,10 +168,10 @@ class AttemptOutput:
 
     def note(self, text: str) -> None:
         """Write the state ``running`` or ``leaving`` with a warning; an empty text clears the warning."""
-        is_leaving = self._state.state == "leaving"
+        is_leaving = self._state.state == "stopping"
         what = LEAVING if is_leaving else f"{self._num_ranks} rank(s)"
         self._state.write(
-            "leaving" if is_leaving else "running", message="; ".join(filter(None, (what, text)))
+            "stopping" if is_leaving else "running", message="; ".join(filter(None, (what, text)))
         )
 
     def report_frozen(self, text: str) -> None:

@@ -249,7 +249,7 @@ class TerminationRequested(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
-        self.is_patient = number in DRAIN_SIGNALS  # ranks have no time limit to save
+        self.is_drain = number in DRAIN_SIGNALS  # ranks have no time limit to save
 
 
 class Stopper:
@@ -356,7 +356,7 @@ class RunControl:
         self.stopper.stop()
 
     def _request_stop(self) -> None:
-        self._state.write("leaving", message=LEAVING)
+        self._state.write("stopping", message=LEAVING)
         self._hosts.signal_ranks(SIGNAL_TO_RANKS)
 
     def _kill(self) -> None:

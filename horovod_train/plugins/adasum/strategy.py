@@ -54,7 +54,7 @@ class Adasum(Strategy):
                 hint="start them with launch.controller: mpi, or use strategy: allreduce",
             )
         self.capabilities = Capabilities(
-            sums=False,
+            sum_and_count_loss=False,
             deferred_results=False,  # ranks exchange their losses in each step
             sharded=True,  # each rank has its own optimizer state
             checkpoints_optimizer=self._ranks.rank == 0,

@@ -507,7 +507,7 @@ class DeepSpeed(TorchDistributed):
         for weight, watch in self._weights:
             watch.begin([weight] if weight.numel() else ())  # stage 3 keeps small ones between modules
 
-    def set_requires_sync(self, *, is_last: bool) -> None:
+    def prepare_backward(self, *, is_last: bool) -> None:
         """Prepare for a pass; DeepSpeed reduces gradients after the last pass of this step."""
         self._is_last = is_last
         self._paths.begin_pass("training")

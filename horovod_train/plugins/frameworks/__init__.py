@@ -86,7 +86,7 @@ def compiles_itself(framework: str, *, has_sample_randomness: bool = False) -> t
             "recompute inside of the task's model, or use framework: torch",
         ),
         Refused(
-            "train.activations_mib",
+            "train.activation_memory_mib",
             "is a limit for activations in PyTorch",
             "recompute inside of the task's model, or use framework: torch",
         ),
@@ -116,7 +116,7 @@ def keeps_its_model(framework: str) -> tuple[Refused, ...]:
             "switch it on in the task's model()",
         ),
         Refused(
-            "train.activations_mib",
+            "train.activation_memory_mib",
             f"has no effect, because the model is called by {framework} and not by the job",
             "switch recomputation on in the task's model()",
         ),

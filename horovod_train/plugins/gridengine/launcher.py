@@ -80,10 +80,10 @@ class GridEngineLauncher(BatchLauncher):
         if "E" in letters:  # its start failed
             found = re.search(r"error reason\s+\d+:\s*(.*)", self.call("qstat", "-j", native_id))
             return QueuedJob(
-                "waiting", letters, f"state {letters}: {found[1] if found else 'its start failed'}"
+                "queued", letters, f"state {letters}: {found[1] if found else 'its start failed'}"
             )
         if "q" in letters:
-            return QueuedJob("waiting", letters, f"state {letters}")
+            return QueuedJob("queued", letters, f"state {letters}")
         return QueuedJob("active", letters)
 
     def fields(self, native_id: str) -> dict[str, str]:

@@ -347,7 +347,7 @@ class JaxReplica(IdenticalReplica):
         clock = StepClock()
         gradients, loss = self._zeros, jnp.zeros(())
         for place, (micro_batch, batch) in enumerate(step):
-            clock.lap("data")
+            clock.end_phase("data")
             work = self._reduce if place == len(step) - 1 else self._add
             gradients, loss = self._call(
                 work,
@@ -359,14 +359,14 @@ class JaxReplica(IdenticalReplica):
                 micro_batch.share,
                 self.scale.scale,
             )
-            clock.lap("compute")
+            clock.end_phase("compute")
         if not len(step):
             gradients, loss = self._call(self._reduce_nothing, gradients, loss)
         local_loss, whole_loss = (float(value) for value in loss)
-        clock.lap("compute")
+        clock.end_phase("compute")
         clock.move("compute", "allreduce_wait", self._take_wait())
         norm, is_finite = self._finish(gradients, whole_loss, lr, want_norm=want_norm)
-        clock.lap("optimizer")
+        clock.end_phase("optimizer")
         return StepOutcome(
             loss=whole_loss,
             local_loss=local_loss,

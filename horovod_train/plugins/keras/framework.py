@@ -395,7 +395,7 @@ class _StepTimer(keras.callbacks.Callback):
             # ``fit`` draws random numbers when it begins. A resumed epoch has two calls of ``fit``.
             back_end().load_generators(self._generators)
         if not back_end().reads_inside_step:
-            self._clock.lap("data")
+            self._clock.end_phase("data")
         if batch % self._accumulation_steps == 0:
             self._lr = self._bridge.lr
             self._rate.set([self._lr])
@@ -406,7 +406,7 @@ class _StepTimer(keras.callbacks.Callback):
         step = self._steps[number]
         has_batch = place < len(step)
         self._loss.add(float(logs["loss"]), len(step.share.micro_batches[place]) if has_batch else 1)
-        self._clock.lap("compute")
+        self._clock.end_phase("compute")
 
     def end_step(self, batch: int) -> None:
         """Report a step after its last micro-batch."""

@@ -23,7 +23,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
-from horovod_train.errors import ConfigError, LaunchError, Problem, UnansweredError, UserError, did_you_mean
+from horovod_train.errors import (
+    ConfigError,
+    LaunchError,
+    LauncherTimeoutError,
+    Problem,
+    UserError,
+    did_you_mean,
+)
 from horovod_train.plugins.kubernetes.render import Manifest, field, number, section, sections, text
 from horovod_train.plugins.kubernetes.settings import name_problems
 from horovod_train.system.machine import import_optional
@@ -120,7 +127,7 @@ class ForbiddenError(LaunchError):
     """A missing permission; also the answer of an API server that has just started and knows no Roles yet."""
 
 
-class UnreachableError(UnansweredError):
+class UnreachableError(LauncherTimeoutError):
     """The API server, or a kubelet, does not respond at present; a later retry may succeed."""
 
 

@@ -112,20 +112,20 @@ def _termination_status(mpi_job: Manifest, cluster: Cluster) -> JobStatus | None
     metadata = section(mpi_job, "metadata")
     if CANCELLED in section(metadata, "annotations"):
         if running_pods(cluster, text(metadata, "name")):
-            return JobStatus("leaving", message="cancelled: its ranks were requested to save and exit")
+            return JobStatus("stopping", message="cancelled: its ranks were requested to save and exit")
         return JobStatus("cancelled", 143, CANCELLED_MESSAGE)
     if "deletionTimestamp" in metadata:
-        return JobStatus("leaving", message="it was deleted; its pods are terminating")
+        return JobStatus("stopping", message="it was deleted; its pods are terminating")
     return None
 
 
 def _suspended(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
     if DRAINED not in section(mpi_job, "metadata", "annotations"):
         return JobStatus(
-            "waiting", message="suspended by its queue or a user; starts when spec.runPolicy.suspend is false"
+            "queued", message="suspended by its queue or a user; starts when spec.runPolicy.suspend is false"
         )
     if running_pods(cluster, text(mpi_job, "metadata", "name")):
-        return JobStatus("leaving", message="suspended: its ranks were requested to save and exit")
+        return JobStatus("stopping", message="suspended: its ranks were requested to save and exit")
     return JobStatus(
         "preempted",
         75,
@@ -142,7 +142,7 @@ def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_accepted: bool) -
     if is_accepted or why:  # the operator sets no condition while it cannot create workers
         return JobStatus("starting", message=why)
     return JobStatus(
-        "waiting",
+        "queued",
         message="the MPI operator has not processed it; check that it runs: "
         "`kubectl get pods --all-namespaces | grep mpi-operator`. "
         "If it failed to create workers for an earlier job of this name, it pauses for up to 17 minutes",
@@ -264,7 +264,7 @@ class MpiJobLauncher(PolledLauncher):
         check(manifests[1], f"MPIJob {request.job.name}")
         path = Path(f"{request.job_id}.yaml")
         apply = ("kubectl", "apply", "--server-side", "--filename", str(path))
-        return LaunchPlan(apply, files={path: as_yaml(manifests)}, is_by_hand=True)
+        return LaunchPlan(apply, files={path: as_yaml(manifests)}, is_display_only=True)
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
         """Create the job; return ``namespace/name/uid``.
@@ -447,7 +447,7 @@ def _status(job: Submitted, cluster: Cluster) -> JobStatus:
     known = recorded_end(job.job_id)
     if found is None or (known is not None and known.state == "cancelled"):
         if not job.is_started:
-            return known or JobStatus("waiting", message="no MPIJob: its submission was interrupted")
+            return known or JobStatus("queued", message="no MPIJob: its submission was interrupted")
         gone = JobStatus(
             "unknown", 1, "the MPIJob does not exist any more; run.log and checkpoints are in its run_dir"
         )

@@ -483,7 +483,7 @@ class _StepTimer(lightning.Callback):
         self, trainer: lightning.Trainer, module: lightning.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Set the weight of a micro-batch, and the learning rate before the first one of a step."""
-        self._clock.lap("data")
+        self._clock.end_phase("data")
         if batch_idx % self._source.accumulation_steps == 0:
             self._lr = self._bridge.lr
             self._rates.set_job_rate(self._lr)
@@ -496,17 +496,17 @@ class _StepTimer(lightning.Callback):
     ) -> None:
         """Record the loss and the end of the forward pass."""
         self._local_loss = self._local_loss + loss.detach().double() * self._strategy.share
-        self._clock.lap("forward")
+        self._clock.end_phase("forward")
 
     def on_after_backward(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Record the end of the backward pass; the wait for other ranks follows."""
-        self._clock.lap("backward")
+        self._clock.end_phase("backward")
 
     def on_before_optimizer_step(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Record the end of the all-reduce; compute the gradient norm, if requested, before clipping."""
-        self._clock.lap("allreduce_wait")
+        self._clock.end_phase("allreduce_wait")
         assert self._strategy.gradients is not None
         gradients = self._strategy.gradients.gradients()
         self._norm = total_norm(gradients) if self._bridge.wants_norm else None
@@ -520,7 +520,7 @@ class _StepTimer(lightning.Callback):
         batch_idx: int,
     ) -> None:
         """Record the end of the update; a step's time does not include later callbacks."""
-        self._clock.lap("optimizer")
+        self._clock.end_phase("optimizer")
 
     def report_steps(self, trainer: lightning.Trainer) -> None:
         """Report steps after all hooks of module and callbacks, where Lightning itself validates."""

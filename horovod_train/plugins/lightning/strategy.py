@@ -40,7 +40,7 @@ from horovod_train.frameworks.torch.step.gradient_hooks import (
     GradientHooks,
     defer_hooks_after_accumulation,
 )
-from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import make_allreduce
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
 OPERATIONS = {"mean": "Average", "avg": "Average", "sum": "Sum", "min": "Min", "max": "Max"}
@@ -192,7 +192,7 @@ class HorovodStrategy(ParallelStrategy):
             defer_hooks_after_accumulation(self.model)
             if self._is_automatic:
                 (optimizer,) = self.optimizers
-                self.gradients = summed_gradients(self.world, self._allreduce)
+                self.gradients = make_allreduce(self.world, self._allreduce)
                 self.gradients.bind(self.model, optimizer)
                 if deferred.lag_steps_of(self.root_device):
                     self.gradients.defer_results()
@@ -230,7 +230,7 @@ class HorovodStrategy(ParallelStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Enable the all-reduce of gradients while backward runs, in the last backward of a step."""
         if self.gradients is not None and not self._is_blocked:
-            self.gradients.set_requires_sync(is_last=True)
+            self.gradients.prepare_backward(is_last=True)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Wait for the all-reduce of gradients, after the last backward of a step."""

@@ -16,36 +16,39 @@ from horovod_train.plugins.pipeline import STAGES_CANNOT, StageArguments
 class Arguments(TensorPlan, StageArguments, FsdpArguments):
     """Arguments of a mesh of ranks with a data, a pipeline and a tensor axis."""
 
-    pipeline: Count = 1
+    pipeline_parallel_degree: Count = 1
     """Number of ranks of a pipeline."""
 
-    tensor: Count = 1
+    tensor_parallel_degree: Count = 1
     """Number of ranks among which each layer is sharded."""
 
-    shard: bool = False
+    shard_data_parallel: bool = False
     """Shard weights over data-parallel ranks, as under fsdp and with its arguments."""
 
     @model_validator(mode="after")
     def _has_one_way(self) -> Self:
-        if self.shard and self.pipeline > 1:
+        if self.shard_data_parallel and self.pipeline_parallel_degree > 1:
             raise ValueError(
-                "shard: true needs pipeline: 1, for stages keep whole layers; leave one of them out"
+                "shard_data_parallel: true needs pipeline_parallel_degree: 1, for stages keep whole layers; "
+                "leave one of them out"
             )
         given = self.model_fields_set
-        unused = (given & set(FsdpArguments.model_fields) if not self.shard else set()) | (
-            given & set(StageArguments.model_fields) if self.pipeline == 1 else set()
+        unused = (given & set(FsdpArguments.model_fields) if not self.shard_data_parallel else set()) | (
+            given & set(StageArguments.model_fields) if self.pipeline_parallel_degree == 1 else set()
         )
         if unused:
             raise ValueError(
-                f"{', '.join(sorted(unused))} would have no effect: arguments of fsdp need shard: true, and "
-                "those of stages need pipeline: 2 or more"
+                f"{', '.join(sorted(unused))} would have no effect: arguments of fsdp need "
+                "shard_data_parallel: true, and those of stages need pipeline_parallel_degree: 2 or more"
             )
         return self
 
 
 def axes(world_size: int, arguments: Arguments) -> Axes:
     """Return the axes of ``world_size`` ranks."""
-    return Axes.of(world_size, pipeline=arguments.pipeline, tensor=arguments.tensor)
+    return Axes.of(
+        world_size, pipeline=arguments.pipeline_parallel_degree, tensor=arguments.tensor_parallel_degree
+    )
 
 
 SUPPORT = StrategySupport(

@@ -26,7 +26,7 @@ from horovod_train.frameworks.torch.strategies.tensor_parallel.strategy import (
 )
 from horovod_train.plugins.pipeline.strategy import Pipeline
 
-LENGTHS = ("pipeline", "tensor", "shard")
+LENGTHS = ("pipeline_parallel_degree", "tensor_parallel_degree", "shard_data_parallel")
 """Arguments that are not passed to ``Fsdp``."""
 
 
@@ -35,8 +35,8 @@ def mesh(ranks: Mesh, job: Job, *, plan: Mapping[str, str] | None = None, **args
 
     ``plan`` and ``args`` are described in ``Arguments`` of this package.
     """
-    of_pipeline = {name: args.pop(name) for name in ("schedule", "chunks_per_rank", "balance")}
-    is_sharded = args.pop("shard")
+    of_pipeline = {name: args.pop(name) for name in ("schedule", "virtual_stages_per_rank", "balance")}
+    is_sharded = args.pop("shard_data_parallel")
     of_fsdp = {name: value for name, value in args.items() if name not in LENGTHS}
     if ranks.axes.pipeline > 1:
         return Pipeline(ranks, job, plan=plan, **of_pipeline)

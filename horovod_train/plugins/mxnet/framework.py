@@ -207,21 +207,21 @@ class MxnetReplica(IdenticalReplica):
         local_loss = 0.0
         for micro_batch, read in step:
             batch = to_arrays(read, self._context)
-            clock.lap("data")
+            clock.end_phase("data")
             with mx.autograd.record():
                 weighted = self._task.loss(self.model, batch).mean() * micro_batch.share
             weighted.backward()
             local_loss += float(weighted.asscalar())
-            clock.lap("compute")
+            clock.end_phase("compute")
         gradients = [param.grad() for param in self._trained.values()]
         extra = mx.nd.array([local_loss], dtype="float64")
         loss = self._summed([*gradients, extra])
-        clock.lap("allreduce_wait")
+        clock.end_phase("allreduce_wait")
         norm, is_finite = self._finish(gradients, loss, lr, want_norm=want_norm)
         if not is_finite:
             for param, before in statistics:
                 param.set_data(before)
-        clock.lap("optimizer")
+        clock.end_phase("optimizer")
         return StepOutcome(
             loss=loss,
             local_loss=local_loss,

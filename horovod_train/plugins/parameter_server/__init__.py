@@ -22,7 +22,7 @@ class Arguments(Section):
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 4
     """Maximum number of steps that a rank is ahead of the slowest."""
 
-    meet_every_steps: Count = 100
+    sync_every_steps: Count = 100
     """Interval in steps at which all gradients are waited for, so that weights can be saved and evaluated."""
 
 

@@ -6,7 +6,7 @@
 A rank waits only for ranks that are more than ``max_staleness`` steps behind. The strategy is for comparison,
 because clusters were trained this way before all-reduce. A gradient belongs to weights that other ranks have
 changed in the meantime, and results depend on the order of messages. If all ranks are equally fast, a job is
-no faster than with all-reduce. Every ``meet_every_steps`` steps, and at the end of an epoch, ranks wait until
+no faster than with all-reduce. Every ``sync_every_steps`` steps, and at the end of an epoch, ranks wait until
 all gradients are applied. Weights are then identical on all ranks, for evaluation and checkpoints.
 
 Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al.,
@@ -323,17 +323,17 @@ class ParameterServer(Strategy):
     """
 
     capabilities = Capabilities(
-        sums=False,
+        sum_and_count_loss=False,
         deferred_results=False,  # gradients are sent by the host
         sharded=True,
         owns_update=True,
         rank_state_kind="parameter_server",
     )
 
-    def __init__(self, mesh: Mesh, job: Job, *, max_staleness: int = 4, meet_every_steps: int = 100) -> None:
+    def __init__(self, mesh: Mesh, job: Job, *, max_staleness: int = 4, sync_every_steps: int = 100) -> None:
         self._ranks = tensor_communicator(mesh.data)
         self._max_staleness = max_staleness
-        self._meet_every_steps = meet_every_steps
+        self._meet_every_steps = sync_every_steps
         self._timeout_s = job.health.stall_shutdown_s
         self._num_made = 0
         self._line: ServerConnection | None = None
@@ -452,7 +452,7 @@ class ParameterServer(Strategy):
         return [p.grad for p in self._named.values() if p.grad is not None]
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Send the gradients; every ``meet_every_steps`` steps, wait for the gradients of all ranks."""
+        """Send the gradients; every ``sync_every_steps`` steps, wait for the gradients of all ranks."""
         assert self._line is not None
         gradients = {name: p.grad for name, p in self._named.items()} if is_used else {}
         self._line.push(gradients, [group["lr"] for group in self._optimizer.param_groups])

@@ -28,7 +28,7 @@ from horovod_train.plugins.pbs import Pbs
 # Job states of PBS that are not "active": queued, held, waiting, in transit, moved, begun (arrays);
 # exiting; finished, expired.
 _STATES: dict[str, BatchState] = {
-    **dict.fromkeys(("Q", "H", "W", "T", "M", "B"), "waiting"),
+    **dict.fromkeys(("Q", "H", "W", "T", "M", "B"), "queued"),
     "E": "ending",
     "F": "ended",
     "X": "ended",

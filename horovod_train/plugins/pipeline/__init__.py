@@ -29,7 +29,7 @@ class StageArguments(Section):
     """gpipe: all forward passes first; 1f1b: each backward pass as early as possible, which stores fewer
     activations; interleaved: 1f1b with several stages per rank, which reduces idle time."""
 
-    chunks_per_rank: Annotated[int, Field(ge=1, le=64)] = 1
+    virtual_stages_per_rank: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of stages per rank; with interleaved at least 2."""
 
     balance: Literal["parameters", "time"] = "parameters"
@@ -37,10 +37,10 @@ class StageArguments(Section):
 
     @model_validator(mode="after")
     def _chunks_are_interleaved(self) -> Self:
-        if (self.chunks_per_rank > 1) != (self.schedule == "interleaved"):
+        if (self.virtual_stages_per_rank > 1) != (self.schedule == "interleaved"):
             raise ValueError(
-                f"schedule: {self.schedule} and chunks_per_rank: {self.chunks_per_rank} do not go together; "
-                "several stages for each rank are interleaved, and interleaved needs at least 2"
+                f"schedule: {self.schedule} and virtual_stages_per_rank: {self.virtual_stages_per_rank} do "
+                "not go together; several stages per rank are interleaved, and interleaved needs at least 2"
             )
         return self
 
@@ -48,13 +48,13 @@ class StageArguments(Section):
 class Arguments(StageArguments):
     """Arguments of pipeline parallelism: layers are distributed over ranks."""
 
-    stages: Count | None = None
+    pipeline_parallel_degree: Count | None = None
     """Number of ranks of a pipeline; null: all ranks."""
 
 
 def axes(world_size: int, arguments: Arguments) -> Axes:
     """Return the axes of ``world_size`` ranks."""
-    return Axes.of(world_size, pipeline=arguments.stages)
+    return Axes.of(world_size, pipeline=arguments.pipeline_parallel_degree)
 
 
 def memory(job: JobSizes) -> Mapping[str, MemoryEstimate]:

@@ -262,7 +262,7 @@ def cut_model(
     num_stages: int,
     ranks: Communicator,
     balance: Balance,
-    another: Callable[[], torch.nn.Module] | None = None,
+    new_model: Callable[[], torch.nn.Module] | None = None,
 ) -> list[Stage]:
     """Return the stages of a model. Every rank must call it, and uses the cuts of rank 0.
 
@@ -273,7 +273,7 @@ def cut_model(
         num_stages: Number of stages.
         ranks: The communicator of all ranks.
         balance: Equal number of parameters per stage, or equal time for the example.
-        another: Returns a new model of the task for test passes; None: a copy is made.
+        new_model: Returns a new model of the task for test passes; None: a copy is made.
 
     Raises:
         UserError: The model cannot be split into ``num_stages`` stages.
@@ -290,7 +290,7 @@ def cut_model(
             hint="register the hooks with one of the parts",
         )
     with torch.random.fork_rng():
-        tried = copied(model) if another is None else another()
+        tried = copied(model) if new_model is None else new_model()
         if tried is model:
             tried = copied(model)
         if parts is None:
@@ -355,7 +355,7 @@ def best_cuts(costs: Sequence[float], widths: Mapping[int, int], num_stages: int
         raise UserError(
             f"strategy pipeline: the model can be cut into {len(widths) + 1} stages, "
             f"and {num_stages} are wanted",
-            hint="use fewer stages (strategy.args.stages, chunks_per_rank), or give the task "
+            hint="use fewer stages (pipeline_parallel_degree, virtual_stages_per_rank), or give the task "
             "pipeline_parts(model)",
         )
     num_empty, dearest, cuts = _balanced_cuts(costs, widths, num_stages)

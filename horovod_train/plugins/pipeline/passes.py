@@ -357,7 +357,7 @@ class PipelinePasses:
         result: Returns the result for a micro-batch and the model's output, such as the loss; called on
             the rank of the last stage.
         autocast: Returns the context of a forward pass.
-        lap: Ends a phase of the step.
+        end_phase: Ends a phase of the step.
         seed: Seed of the first micro-batch; each further micro-batch increases it by 1.
         context: Returns the context of a micro-batch's passes.
     """
@@ -370,7 +370,7 @@ class PipelinePasses:
         inputs: Callable[[int], Mapping[str, Any]],
         result: Callable[[int, Any], Any],
         autocast: Callable[[], AbstractContextManager[object]],
-        lap: Callable[[str], None],
+        end_phase: Callable[[str], None],
         seed: int,
         context: Callable[[int], AbstractContextManager[object]],
     ) -> None:
@@ -381,7 +381,7 @@ class PipelinePasses:
         self._inputs = inputs
         self._result = result
         self._autocast = autocast
-        self._lap = lap
+        self._lap = end_phase
         self._kept: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
 
     def make(self, order: Sequence[Pass], before_last: Callable[[], None]) -> None:

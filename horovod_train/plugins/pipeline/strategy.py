@@ -71,7 +71,7 @@ class Pipeline(ModelParallel):
     """Strategy that splits a model into stages, which run on different ranks.
 
     The arguments are described in ``Arguments`` of this package, and ``plan`` in that of ``mesh``.
-    ``stages`` is not used, because it is the length of the mesh's pipeline axis.
+    ``pipeline_parallel_degree`` is not used, because it is the length of the mesh's pipeline axis.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Pipeline(ModelParallel):
         mesh: Mesh,
         job: Job,
         *,
-        stages: int | None = None,
+        pipeline_parallel_degree: int | None = None,
         schedule: str = "1f1b",
-        chunks_per_rank: int = 1,
+        virtual_stages_per_rank: int = 1,
         balance: Balance = "parameters",
         plan: Mapping[str, str] | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class Pipeline(ModelParallel):
         self._schedule = schedule
         self._balance = balance
         self._plan = plan
-        self._num_chunks = chunks_per_rank if mesh.axes.pipeline > 1 else 1
+        self._num_chunks = virtual_stages_per_rank if mesh.axes.pipeline > 1 else 1
         self.capabilities = Capabilities(
             sharded=True,
             whole_weights=False,
@@ -121,7 +121,7 @@ class Pipeline(ModelParallel):
             self._axes.pipeline * self._num_chunks,
             self._world,
             self._balance,
-            move_to_device.another,
+            move_to_device.new_model,
         )
         self._firsts = [stage.first for stage in stages]
         self._place = self._placed(stages)
@@ -249,12 +249,12 @@ class Pipeline(ModelParallel):
     def run_schedule(self, step: PlannedStep, context: PassContext) -> torch.Tensor:
         """Run the forward and backward passes of a step; return this rank's part of the loss, shape []."""
         batches = [batch for _, batch in step] if self._reads else []
-        context.lap("data")
+        context.end_phase("data")
         shares = [micro_batch.share for micro_batch in step.share.micro_batches]
         losses: list[torch.Tensor] = []
 
         def weighted(loss: object, at: int) -> torch.Tensor:
-            found = context.weigh(loss, shares[at])
+            found = context.weight_loss(loss, shares[at])
             if found.is_meta:
                 raise UserError(
                     "strategy pipeline: the task's loss uses weights that other ranks have",
@@ -293,7 +293,7 @@ class Pipeline(ModelParallel):
 
     def _before_last(self) -> None:
         if self._num_chunks == 1:  # otherwise, the last pass computes gradients of only one stage
-            self._data.set_requires_sync(is_last=True)
+            self._data.prepare_backward(is_last=True)
 
     def metrics_of(
         self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, context: PassContext
@@ -348,7 +348,7 @@ class Pipeline(ModelParallel):
             inputs=inputs.__getitem__,
             result=made_of,
             autocast=context.autocast,
-            lap=context.lap,
+            end_phase=context.end_phase,
             seed=seed,
             context=enter_pass,
         )

@@ -190,10 +190,10 @@ def finish(study: Study, job: Job, metric: str | None) -> None:
         raise UserError(
             f"no evaluation has a metric named {compared.name}", hint=f"metrics are {', '.join(names)}"
         )
-    if failed := [result for result in study.trials if result.problem]:
+    if failed := [result for result in study.trials if result.error]:
         raise UserError(
             f"{len(failed)} of {len(study.trials)} trials failed, the first: {failed[0].trial}: "
-            f"{failed[0].problem}",
+            f"{failed[0].error}",
             hint="the same command tries these again",
         )
 

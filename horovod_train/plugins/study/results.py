@@ -50,13 +50,13 @@ from horovod_train.lr.policy import ArgumentScaling, LearningRatePolicy, policy_
 from horovod_train.registry import LAUNCHERS, SCALINGS, SCRIPT
 from horovod_train.system.files import open_regular, write_atomic
 
-NOT_PART_OF_THE_PROBLEM = {
+NOT_IN_FINGERPRINT = {
     "name", "run_dir", "run_dir_access", "launch", "metrics", "health", "checkpoint", "evaluation", "lr",
     "optimizer",
 }  # fmt: skip
-"""Sections that do not belong to the problem that a study examines, or that a policy changes."""
+"""Sections that are not in the fingerprint of what a study examines, or that a policy changes."""
 SIZES = {"seed", "batch_size_per_rank", "accumulation_steps", "global_batch_size", "batch_warmup", "device"}
-"""Fields of ``train`` that do not belong to the problem."""
+"""Fields of ``train`` that are not in the fingerprint."""
 NOISE_INTERVAL_STEPS = 10
 MAX_NAME_CHARS = 40
 
@@ -262,13 +262,13 @@ def _measuring_noise(job: Job) -> Job:
     return job if broken_rules(measuring) else measuring
 
 
-def problem_of(job: Job) -> str:
+def fingerprint_of(job: Job) -> str:
     """Return a digest of what a job trains: task and its code, data, length and precision.
 
     Rates and sizes do not belong to it.
     """
     # Without defaults: a later version of this package has further fields.
-    tree = job.model_dump(mode="json", exclude=NOT_PART_OF_THE_PROBLEM, exclude_defaults=True)
+    tree = job.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT, exclude_defaults=True)
     tree["train"] = {name: value for name, value in tree.get("train", {}).items() if name not in SIZES}
     if files := code_of(job.task):
         tree["code"] = code_digest(files)
@@ -319,7 +319,7 @@ def trial_digest(trial: Trial) -> str:
     cores of the machine.
     """
     job = trial.job
-    excluded = NOT_PART_OF_THE_PROBLEM - {"lr", "optimizer", "evaluation"}
+    excluded = NOT_IN_FINGERPRINT - {"lr", "optimizer", "evaluation"}
     tree = job.model_dump(mode="json", exclude=excluded, exclude_defaults=True)
     train = tree.get("train", {})
     shared = {"global_batch_size", "accumulation_steps"}
@@ -360,7 +360,7 @@ class Result:
         policy_digest: Digest of its optimizer and learning rate.
         job_digest: Digest of all settings that determine its weights.
         is_real: Whether its times are those of ``num_ranks`` ranks.
-        problem: Reason of a failure; empty: the trial succeeded.
+        error: Reason of a failure; empty: the trial succeeded.
         metrics: Metrics of the last evaluation.
         num_steps: Optimizer steps.
         epochs: Epochs trained.
@@ -380,7 +380,7 @@ class Result:
     policy_digest: str
     job_digest: str
     is_real: bool
-    problem: str = ""
+    error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     num_steps: int = 0
     epochs: float = 0.0
@@ -405,7 +405,7 @@ class Result:
         return self.seconds * step / self.num_steps
 
 
-def result_of(trial: Trial, records: Sequence[Record], problem: str = "") -> Result:
+def result_of(trial: Trial, records: Sequence[Record], error: str = "") -> Result:
     """Return the result of a trial, given the events of all its runs in order."""
     events = [record.event for record in records]
     summary = next((event for event in reversed(events) if isinstance(event, Summary)), None)
@@ -429,9 +429,9 @@ def result_of(trial: Trial, records: Sequence[Record], problem: str = "") -> Res
         job_digest=trial_digest(trial),
         is_real=trial.is_real,
         follows_gain=trial.learning_rate.scaled.follows_gain,
-        problem=problem or ("" if summary else "it has no summary"),
+        error=error or ("" if summary else "it has no summary"),
     )
-    if summary is None or problem:
+    if summary is None or error:
         return found
     return replace(
         found,
@@ -458,7 +458,7 @@ class Study:
     Attributes:
         folder: Folder of the study.
         job: Name of the job.
-        problem: Digest of what the job trains.
+        fingerprint: Digest of what the job trains.
         id: Text that differs between studies in the same folder.
         begun: Time of the start, in UTC.
         results: Results by name of the trial.
@@ -468,7 +468,7 @@ class Study:
 
     folder: Path
     job: str
-    problem: str
+    fingerprint: str
     id: str
     begun: str
     results: dict[str, Result] = field(default_factory=dict)
@@ -487,7 +487,7 @@ class Study:
             UserError: The result is that of a job with other settings.
         """
         found = self.results.get(trial.name)
-        if found is None or found.problem:
+        if found is None or found.error:
             return None
         if found.job_digest != trial_digest(trial):
             raise UserError(
@@ -502,7 +502,7 @@ class Study:
         tree = {
             "format_version": FORMAT_VERSION,
             "job": self.job,
-            "problem": self.problem,
+            "fingerprint": self.fingerprint,
             "id": self.id,
             "begun": self.begun,
             "results": [asdict(result) for result in self.results.values()],
@@ -525,8 +525,10 @@ def open_study(job: Job, folder: Path, new_id: str) -> Study:
     """
     study = read_study(folder)
     if study is None:
-        return Study(folder, job.name, problem_of(job), new_id, datetime.now(UTC).strftime("%Y-%m-%d %H:%M"))
-    if study.problem != problem_of(job):
+        return Study(
+            folder, job.name, fingerprint_of(job), new_id, datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+        )
+    if study.fingerprint != fingerprint_of(job):
         raise UserError(
             f"{folder} contains a study of another task, or of other code, data or length of training",
             hint="use --output with another folder, or delete this one",
@@ -571,7 +573,7 @@ def _study_from(tree: dict[str, Any], folder: Path) -> Study:
         }
         results[fields["trial"]] = Result(**{**fields, **checked})
     metric = (str(tree["metric"][0]), str(tree["metric"][1])) if tree["metric"] else ()
-    study = Study(folder, tree["job"], tree["problem"], tree["id"], tree["begun"], results)
+    study = Study(folder, tree["job"], tree["fingerprint"], tree["id"], tree["begun"], results)
     study.critical, study.metric = [dict(branch) for branch in tree["critical"]], metric
     return study
 

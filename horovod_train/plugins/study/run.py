@@ -98,7 +98,7 @@ def run_trials(study: Study, trials: Iterable[Trial], report: Callable[[str], No
         found = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         report(
             f"[{number}/{len(wanted)}] {trial.policy}, {ranks_text(trial.num_ranks)}, seed {trial.seed}: "
-            f"{result.problem or found}" + (f"; about {duration(rest_s)} left" if rest_s else "")
+            f"{result.error or found}" + (f"; about {duration(rest_s)} left" if rest_s else "")
         )
 
 
@@ -146,12 +146,12 @@ def run_trial(study: Study, trial: Trial, report: Callable[[str], None]) -> Resu
         if status.state == "succeeded":
             return result_of(trial, records)
         is_own = status.exit_code in OWN_ERRORS or is_of_task(own)
-        problem = failure_of(str(status), own)
+        error = failure_of(str(status), own)
         if is_new:
-            report(f"{handle.id}: {status.state}: {problem}")
+            report(f"{handle.id}: {status.state}: {error}")
         if (is_new and is_own) or num_started >= MAX_ATTEMPTS:
             break
-    return result_of(trial, records, problem)
+    return result_of(trial, records, error)
 
 
 def is_of_task(records: list[Record]) -> bool:
@@ -236,7 +236,7 @@ class Tuning:
         (trial,) = self._trials(job, with_rate, num_ranks, 1)
         result = self._result_of(replace(trial, policy=TUNING))
         metric = metric_of(self.job, sorted(result.metrics), self.metric)
-        found = result.problem or f"{metric.name} {result.metrics.get(metric.name, math.nan):.4f}"
+        found = result.error or f"{metric.name} {result.metrics.get(metric.name, math.nan):.4f}"
         self.report(f"{policy.name}, {ranks_text(num_ranks)}: base rate {rate:.4g}: {found}")
         return value_of(result, metric)
 
@@ -277,7 +277,7 @@ def search(value_at: Callable[[int], float]) -> int | None:
 def value_of(result: Result, metric: Metric) -> float:
     """Return a metric of a result, so that smaller is better; a failed trial has infinity."""
     value = result.metrics.get(metric.name, math.nan)
-    if result.problem or not math.isfinite(value):
+    if result.error or not math.isfinite(value):
         return math.inf
     return -value if metric.mode == "max" else value
 
@@ -372,8 +372,8 @@ def measure(study: Study, job: Job, branching: Branching, report: Callable[[str]
         )
         study.results[BASE] = run_trial(study, base, report)
         study.save()
-    if study.results[BASE].problem:
-        raise UserError(f"{BASE} failed: {study.results[BASE].problem}", hint=f"delete {study.folder}")
+    if study.results[BASE].error:
+        raise UserError(f"{BASE} failed: {study.results[BASE].error}", hint=f"delete {study.folder}")
     checkpoints = checkpoints_by_epoch(study.folder / BASE / "checkpoints")
     if missing := [epoch for epoch in branching.epochs if epoch not in checkpoints]:
         raise UserError(f"{BASE} has no checkpoint after epoch {missing[0]}", hint=f"delete {study.folder}")
@@ -421,8 +421,8 @@ def _train_branch(
         partial.rename(own)
     result = run_trial(study, trial, report)
     shutil.rmtree(own.parent, ignore_errors=True)
-    if result.problem:
-        raise UserError(f"{trial.name} failed: {result.problem}")
+    if result.error:
+        raise UserError(f"{trial.name} failed: {result.error}")
     if "loss" not in result.metrics:
         raise UserError(
             f"{trial.name}: its evaluation has no metric named loss",

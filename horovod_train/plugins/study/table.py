@@ -20,9 +20,9 @@ from horovod_train.plugins.study.results import (
     Study,
     batch_of,
     evidence,
+    fingerprint_of,
     folder_of,
     policy_digest,
-    problem_of,
     read_study,
 )
 from horovod_train.registry import SCALINGS, SCRIPT
@@ -232,7 +232,7 @@ def table_of(results: Iterable[Result], metric: Metric) -> StudyTable:
 
 
 def _row(num_ranks: int, policy: str, results: Sequence[Result], metric: Metric) -> Row:
-    done = tuple(result for result in results if not result.problem)
+    done = tuple(result for result in results if not result.error)
     values = [r.metrics[metric.name] for r in done if math.isfinite(r.metrics.get(metric.name, math.nan))]
     losses = [r.metrics["loss"] for r in done if "loss" in r.metrics]
     times = [r.seconds for r in done if r.seconds is not None]
@@ -240,7 +240,7 @@ def _row(num_ranks: int, policy: str, results: Sequence[Result], metric: Metric)
         policy=policy,
         num_ranks=num_ranks,
         results=done,
-        failed=tuple(result for result in results if result.problem),
+        failed=tuple(result for result in results if result.error),
         value=fmean(values) if values and len(values) == len(done) else None,
         spread=stdev(values) if len(values) > 1 else None,
         loss=sum(losses) / len(losses) if losses else None,
@@ -340,7 +340,7 @@ def verdicts(table: StudyTable) -> Iterator[str]:
             num_seeds = len(row.failed) + len(row.results)
             yield (
                 f"{ranks_text(row.num_ranks)}, {row.policy}: {len(row.failed)} of {num_seeds} seeds failed: "
-                f"{row.failed[0].problem}."
+                f"{row.failed[0].error}."
             )
         if row is not base and (sentence := _comparison(table, base, row)):
             yield sentence
@@ -388,7 +388,7 @@ def advice_for(job: Job, num_ranks: int, folder: Path | None = None) -> str:
         study = read_study(folder_of(job) if folder is None else folder)
     except UserError as error:
         return f"the study of this job gives no advice: {error}"
-    if study is None or study.problem != problem_of(job) or not study.metric:
+    if study is None or study.fingerprint != fingerprint_of(job) or not study.metric:
         return ""
     table = table_of(study.trials, Metric(*study.metric))
     same = [row for row in table.rows if row.first.policy_digest == policy_digest(job)]
@@ -419,7 +419,7 @@ def _advice(study: Study, table: StudyTable, same: list[Row], batch: int) -> str
         num_seeds = len(own.failed) + len(own.results)
         return (
             f"{origin} has failed at a global batch of {nearest} with {own.policy}, for {len(own.failed)} of "
-            f"{num_seeds} seeds: {own.failed[0].problem}"
+            f"{num_seeds} seeds: {own.failed[0].error}"
         )
     found = (
         f"{origin} has found {metric.name} {value_text(metric, own.value)} at a global batch of {nearest} "

@@ -308,14 +308,14 @@ class TensorflowReplica(VariablesReplica):
         gradients: list[tf.Tensor] = []
         numbers: tf.Tensor = None
         for place, (micro_batch, batch) in enumerate(step):
-            clock.lap("data")
+            clock.end_phase("data")
             weight = tf.constant(micro_batch.share)
             if place == len(step) - 1:
                 loss_before = tf.constant(local_loss)
                 gradients, numbers = self._with_loss(self._last, batch, weight, scale, loss_before, looks)
             else:
                 local_loss += float(self._with_loss(self._add, batch, weight, scale))
-                clock.lap("compute")
+                clock.end_phase("compute")
         if numbers is None:
             gradients, numbers = self._call(self._exchange_nothing)
         local, loss, norm, *num_users = numbers.numpy().tolist()
@@ -324,7 +324,7 @@ class TensorflowReplica(VariablesReplica):
             gradients = [gradients[place] for place in used]
             norm = float(self._update(gradients, tf.constant(loss), scale, looks, used))
         is_finite = self._judge(loss, norm)
-        clock.lap("compute")
+        clock.end_phase("compute")
         return StepOutcome(
             loss=loss,
             local_loss=local,

@@ -60,7 +60,7 @@ from horovod_train.frameworks.torch.framework import (
 from horovod_train.frameworks.torch.state.optimizer import GroupRates, optimizer_over
 from horovod_train.frameworks.torch.state.rank_state import seed_generators
 from horovod_train.frameworks.torch.step.gradient_hooks import defer_hooks_after_accumulation
-from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import make_allreduce
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, total_norm
 from horovod_train.frameworks.torch.task import TorchReader
 from horovod_train.plugins.frameworks.variables import TrainerReplica
@@ -122,7 +122,7 @@ class TransformersFramework(TorchBased):
         eval_set = eval_data() if eval_data else None
         self._train_reader = read(self._task.train_data())
         defer_hooks_after_accumulation(model)
-        self._gradients = summed_gradients(world, job.allreduce)
+        self._gradients = make_allreduce(world, job.allreduce)
         self._gradients.bind(model, optimizer)
         self._replica = TrainerReplica(
             model=model, optimizer=optimizer, strategy=self._gradients, data_ranks=world, train=job.train
@@ -249,23 +249,23 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the micro-batches of a step; record the time for reading."""
         found = super().get_batch_samples(*args, **kwargs)
-        self.clock.lap("data")
+        self.clock.end_phase("data")
         return found
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's weighted loss; record the end of the forward pass."""
         found = super().compute_loss(*args, **kwargs)
-        self.clock.lap("forward")
+        self.clock.end_phase("forward")
         return found
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a forward and backward pass; record its end."""
         found = super().training_step(*args, **kwargs)
-        self.clock.lap("allreduce_wait" if self.accelerator.sync_gradients else "backward")
+        self.clock.end_phase("allreduce_wait" if self.accelerator.sync_gradients else "backward")
         return found
 
     def _complete(self, gradients: Strategy) -> torch.Tensor:
-        self.clock.lap("backward")
+        self.clock.end_phase("backward")
         loss = super()._complete(gradients)
         self.loss_of_step, self.local_loss_of_step = loss, self.local_loss
         return loss
@@ -332,7 +332,7 @@ class _StepTimer(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Record the end of the update; a step's time does not include later callbacks."""
-        self._trainer.clock.lap("optimizer")
+        self._trainer.clock.end_phase("optimizer")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

@@ -61,7 +61,7 @@ from horovod_train.frameworks.torch.step.gradient_hooks import (
     GradientHooks,
     defer_hooks_after_accumulation,
 )
-from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import make_allreduce
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.verify.untouched import traceless
 
@@ -343,7 +343,7 @@ class HorovodTrainerMixin:
         self._hooks.defer()
         is_last = bool(self.accelerator.sync_gradients)
         if is_last:
-            self.gradients.set_requires_sync(is_last=True)
+            self.gradients.prepare_backward(is_last=True)
         # A model's loss may have shape [1], but Trainer adds it to a tensor of shape [].
         mine = super().training_step(model, inputs, num_items_in_batch).reshape(())  # type: ignore[misc]
         self.local_loss = self.local_loss.to(mine.device) + mine.detach()
@@ -369,7 +369,7 @@ class HorovodTrainerMixin:
         )
         defer_hooks_after_accumulation(model)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        self.gradients = summed_gradients(self.world, self._allreduce)
+        self.gradients = make_allreduce(self.world, self._allreduce)
         self.gradients.bind(model, optimizer)
         if deferred.lag_steps_of(self.args.device):
             self.gradients.defer_results()

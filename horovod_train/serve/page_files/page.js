@@ -97,8 +97,8 @@ function tiles(run) {
     [lossTitle(run)]: run.loss_is_finite ? number(run.loss, 5) : "not finite",
     "Samples/s": isLate(run) ? `no step for ${duration(run.now_unix_s - run.last_step_unix_s)}` : number(run.samples_per_s),
     "Learning rate": number(run.lr),
-    Ranks: run.world_size_wanted && run.world_size_wanted !== run.world_size_present
-      ? `${number(run.world_size_present)} of ${number(run.world_size_wanted)}` : number(run.world_size_present),
+    Ranks: run.world_size_desired && run.world_size_desired !== run.world_size_present
+      ? `${number(run.world_size_present)} of ${number(run.world_size_desired)}` : number(run.world_size_present),
     ETA: run.has_ended || isLate(run) ? "–" : duration(left),
     "Last checkpoint": run.checkpoint_error ? "could not be written" : run.checkpoint_unix_s ? `${duration(run.now_unix_s - run.checkpoint_unix_s)} ago` : "–",
     Restarts: number(Math.max(0, run.num_attempts - 1)),
@@ -137,7 +137,7 @@ function findings(run) {
     const idle = each.waited_for ? ` On average, ${number(each.waited_for, 2)} ranks wait for it.` : "";
     return `Rank ${each.rank}: own time ${milliseconds(each.own_s)} per step, median of the others ${milliseconds(each.others_s)}${where}.${idle}`;
   });
-  const away = run.stays_away;
+  const away = run.missing_ranks;
   if (away && !run.has_ended) {
     const who = away.ranks.length ? `${away.ranks.length > 1 ? "Ranks" : "Rank"} ${away.ranks.slice(0, 20).join(", ")} ${away.ranks.length > 1 ? "have" : "has"} not entered it.`
       : "All ranks wait, in different collectives.";

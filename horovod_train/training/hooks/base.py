@@ -19,7 +19,7 @@ from time import monotonic, time
 from typing import Protocol
 
 from horovod_train.checkpoint.arrays import ArrayBlob, dump_state, parse_state
-from horovod_train.checkpoint.manager import CheckpointManager, Resumed, document_changes
+from horovod_train.checkpoint.manager import CheckpointManager, LoadedCheckpoint, document_changes
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.config.schema import Job
 from horovod_train.errors import CheckpointError, NumericError, describe_ranks
@@ -100,7 +100,7 @@ def save_checkpoint(
 
 def resume_from(
     world: Communicator,
-    resumed: Resumed,
+    resumed: LoadedCheckpoint,
     replica: Replica,
     progress: Progress,
     load_rng: Callable[[object, Mapping[str, ArrayBlob]], None],
@@ -140,7 +140,7 @@ def resume_from(
 
 
 def _load(
-    resumed: Resumed, replica: Replica, load_rng: Callable[[object, Mapping[str, ArrayBlob]], None]
+    resumed: LoadedCheckpoint, replica: Replica, load_rng: Callable[[object, Mapping[str, ArrayBlob]], None]
 ) -> None:
     replica.load_state(resumed.state)
     # Empty data: the rank had no per-rank state.
@@ -154,7 +154,7 @@ def _load(
         load_rng(*parse_state(resumed.rng))
 
 
-def changes_since(resumed: Resumed, order: DataOrder) -> list[str]:
+def changes_since(resumed: LoadedCheckpoint, order: DataOrder) -> list[str]:
     """Return a line for each change since a checkpoint was written; ``order`` is the present sample order."""
     return [*document_changes(resumed.progress["order"], asdict(order), "data"), *resumed.changes]
 

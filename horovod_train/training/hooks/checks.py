@@ -95,7 +95,7 @@ class CompareWithOneProcess(Hook):
         is_wanted = parts.job.health.one_process != "off" and parts.world.size > 1
         return cls(parts.reporter) if is_wanted else None
 
-    def on_reading(self, run: Run, report: StepReport) -> None:
+    def on_result(self, run: Run, report: StepReport) -> None:
         """Record which samples a step had; on a device, it is not the last one."""
         self._share = report.share
 

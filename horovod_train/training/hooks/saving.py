@@ -204,7 +204,7 @@ class StopWhenPreempted(Hook):
         agreement = PreemptionAgreement(parts.world, parts.is_preempted, parts.exchange)
         return cls(agreement, parts.manager, parts.framework, parts.recorder, parts.reporter)
 
-    def on_reading(self, run: Run, report: StepReport) -> None:
+    def on_result(self, run: Run, report: StepReport) -> None:
         """Add up the time of steps since replicas were last identical."""
         self._since_identical_s += report.outcome.clock.total_s
 

@@ -63,7 +63,7 @@ class ReportProgress(Hook):
         self._num_steps = run.planned_steps()
         self._recent.append((monotonic(), 0))
 
-    def on_reading(self, run: Run, report: StepReport) -> None:
+    def on_result(self, run: Run, report: StepReport) -> None:
         """Report an unused step; report progress when the interval has passed."""
         self._samples += report.share.num_samples
         if not report.outcome.is_finite:
@@ -159,7 +159,7 @@ class RecordMetrics(Hook):
         """Return the hook; None: the job has no metrics."""
         return cls(parts.recorder) if parts.job.metrics.enabled else None
 
-    def on_reading(self, run: Run, report: StepReport) -> None:
+    def on_result(self, run: Run, report: StepReport) -> None:
         """Record the step."""
         record_step(self._recorder, report)
 
@@ -197,7 +197,7 @@ class Track(Hook):
         """Start the trackers."""
         self._trackers.start(run.progress.step)
 
-    def on_reading(self, run: Run, report: StepReport) -> None:
+    def on_result(self, run: Run, report: StepReport) -> None:
         """Log the result of a step."""
         outcome = report.outcome
         values = {"loss": outcome.loss, "lr": report.lr, **shown_numbers(report.numbers)}
@@ -251,7 +251,7 @@ class AttributeWaiting(Hook):
         parts.exchange.contributions.append(hook)
         return hook
 
-    def on_reading(self, run: Run, report: StepReport) -> None:
+    def on_result(self, run: Run, report: StepReport) -> None:
         """Add the times of a step."""
         clock = report.outcome.clock
         phases = clock.seconds
@@ -390,7 +390,7 @@ class MeasureNoise(Hook):
         if isinstance(run.replica, MeasuresNoise) and run.replica.noise is not None:
             run.replica.noise.is_due = run.progress.step % self._every_steps == 0
 
-    def on_reading(self, run: Run, report: StepReport) -> None:
+    def on_result(self, run: Run, report: StepReport) -> None:
         """Add the moments of a measured step to the averages."""
         moments = step_moments(report.outcome.numbers, report.share.num_samples)
         if moments is not None and moments.is_valid and report.outcome.is_finite:

@@ -32,7 +32,7 @@ class QueueLauncher(BatchLauncher):
     def query(self, native_id: str) -> QueuedJob | None:
         """Return the state of a job."""
         shown = self.call("oq-state", native_id).strip()
-        return QueuedJob("waiting" if shown == "queued" else "active", shown)
+        return QueuedJob("queued" if shown == "queued" else "active", shown)
 
     def end(self, native_id: str, how: How, *, is_waiting: bool) -> None:
         """End a job."""

@@ -267,7 +267,9 @@ class ReplicaBase:
     def pass_context_of(self, clock: StepClock) -> PassContext:
         """Return the context for a strategy that runs the passes of a step itself."""
         assert self.task is not None
-        return PassContext(self.task, self.autocast, clock.lap, self.without_statistics, self.loss.weigh)
+        return PassContext(
+            self.task, self.autocast, clock.end_phase, self.without_statistics, self.loss.weight_loss
+        )
 
     @contextmanager
     def forward_context(self, share: float) -> Iterator[None]:
@@ -406,7 +408,7 @@ def loss_of(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> to
         return checked_loss(task.loss(model, batch))
 
 
-def explained(job: Job) -> AbstractContextManager[None]:
+def fake_step_errors(job: Job) -> AbstractContextManager[None]:
     """Return a context that replaces exceptions by a ``UserError``: the step cannot run with fake tensors."""
     return translated(
         lambda error: UserError(

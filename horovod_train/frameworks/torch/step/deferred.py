@@ -109,7 +109,7 @@ class DeviceClock(StepClock):
         self._settles = synchronizes
         self._laps: list[tuple[str, Any]] = [("", timer.mark())]
 
-    def lap(self, phase: str) -> None:
+    def end_phase(self, phase: str) -> None:
         """End a phase."""
         self._laps.append((phase, self._timer.mark()))
 
@@ -123,7 +123,7 @@ class DeviceClock(StepClock):
         return next((phase for phase, mark in self._laps if not self._timer.is_reached(mark)), "")
 
     def read(self) -> None:
-        """Compute the durations of phases; must be called once, after the device has reached the last lap."""
+        """Compute the durations of phases; called once, after the last phase has ended on the device."""
         marks = [mark for _, mark in self._laps]
         for (_, before), (phase, after) in pairwise(self._laps):
             seconds = self._timer.seconds_between(before, after)

@@ -225,7 +225,7 @@ class TorchReplica(ReplicaBase):
             self.loss.add(self.scheduled_loss(step, clock))
             return
         for number, (micro_batch, batch) in enumerate(step, 1):
-            clock.lap("data")
+            clock.end_phase("data")
             if not (self._graphs and self._try_replay(self._graphs, batch, micro_batch.share, clock)):
                 self._run_passes(batch, micro_batch, step.epoch, clock, is_last=number == len(step))
 
@@ -233,13 +233,13 @@ class TorchReplica(ReplicaBase):
         self, batch: object, micro_batch: MicroBatch, epoch: int, clock: StepClock, *, is_last: bool
     ) -> None:
         """Run forward and backward pass of a micro-batch."""
-        self.strategy.set_requires_sync(is_last=is_last)
+        self.strategy.prepare_backward(is_last=is_last)
         with self.draws.micro_batch(epoch, micro_batch), self.passes_of(micro_batch.share):
             with self.forward_context(micro_batch.share):
                 loss = self._task.loss(self.forward_model, batch)
-            clock.lap("forward")
+            clock.end_phase("forward")
             self._add_gradient(loss, micro_batch.share)
-        clock.lap("backward")
+        clock.end_phase("backward")
 
     def _add_gradient(self, loss: object, share: float) -> None:
         weighted = self.loss.add_micro_batch(loss, share)
@@ -261,7 +261,7 @@ class TorchReplica(ReplicaBase):
         loss = self.loss.complete(clock)
         self.first_steps.after_reduce(loss)
         numbers = self.update(loss, lr, want_norm=want_norm)
-        clock.lap("optimizer")
+        clock.end_phase("optimizer")
         self.first_steps.after_update(lr, want_norm=want_norm)
         return self.outcome_of(numbers, clock, self.strategy)
 
@@ -324,7 +324,7 @@ class TorchReplica(ReplicaBase):
         Raises:
             UserError: The loss is not a scalar that depends on the trained parameters.
         """
-        self.strategy.set_requires_sync(is_last=is_last)
+        self.strategy.prepare_backward(is_last=is_last)
         self._add_gradient(loss, share)
 
     def gradients_by_name(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -374,13 +374,13 @@ class TorchReplica(ReplicaBase):
                     "count would not change",
                     hint="leave train.cuda_graph out",
                 )
-            self.strategy.set_requires_sync(is_last=False)
+            self.strategy.prepare_backward(is_last=False)
             self._add_gradient(loss, share)  # gradients are reduced when all are complete
             return True
 
         is_done = bool(graphs.run(("backward", share), batch, forward_and_backward))
         if is_done:
-            clock.lap("compute")
+            clock.end_phase("compute")
         return is_done
 
     def _replayed_update(self, loss: torch.Tensor, want_norm: bool) -> Packed | None:

@@ -377,10 +377,10 @@ class StepLoss:
         self._hooks.defer()
 
     def add(self, weighted: torch.Tensor) -> None:
-        """Add a micro-batch's weighted loss, as returned by ``weigh``."""
+        """Add a micro-batch's weighted loss, as returned by ``weight_loss``."""
         self.local += weighted.detach()
 
-    def weigh(self, loss: object, share: float) -> torch.Tensor:
+    def weight_loss(self, loss: object, share: float) -> torch.Tensor:
         """Return a micro-batch's contribution to the loss of the step, shape [].
 
         Args:
@@ -407,7 +407,7 @@ class StepLoss:
         return self._weighted_sum(*loss, is_counted=share > 0)
 
     def _weighted_sum(self, total: object, count: float | torch.Tensor, *, is_counted: bool) -> torch.Tensor:
-        if not self._strategy.capabilities.sums:
+        if not self._strategy.capabilities.sum_and_count_loss:
             raise UserError(
                 "the task's loss is a sum and a count, and this strategy divides by the samples of each rank",
                 hint="return the mean loss over the batch, or use another strategy",
@@ -423,7 +423,7 @@ class StepLoss:
 
     def add_micro_batch(self, loss: object, share: float) -> torch.Tensor:
         """Add the contribution of a micro-batch to this rank's part of the loss; return it, shape []."""
-        weighted = self.weigh(loss, share)
+        weighted = self.weight_loss(loss, share)
         self.add(weighted)
         return weighted
 
@@ -440,7 +440,7 @@ class StepLoss:
             loss = loss / total
         self._noise_numbers = self._moments(total)
         self._hooks.call()
-        clock.lap(WAIT_PHASE)
+        clock.end_phase(WAIT_PHASE)
         clock.settle(self._data_ranks, lambda: Sent(loss.reshape(1)).read())
         return loss
 

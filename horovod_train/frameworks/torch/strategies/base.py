@@ -18,7 +18,7 @@ in this order:
     forward_module  returns the module that the task calls
     in each step
       begin              with the samples of this rank
-      set_requires_sync  before each forward and backward pass
+      prepare_backward  before each forward and backward pass
       backward           runs the backward pass
         or run_schedule, if ``owns_schedule``: runs all passes
       reduce             completes the gradients; returns the loss of the global batch
@@ -96,7 +96,7 @@ class Capabilities:
         owns_schedule: The strategy runs the passes of a step, and computes the metrics of a batch.
         meta_model: ``wrap`` accepts a model on the meta device, and loads its weights from a file.
         sums_gradients: The gradient is the sum over ranks, without compression: that of the joint batch.
-        sums: The loss may be a sum and a count: ``divide_gradients`` is called with the total count.
+        sum_and_count_loss: The loss may be a sum and a count: ``divide_gradients`` gets the total count.
         unused_have_zeros: The gradient of a parameter that no rank uses is zero instead of None.
         num_loss_copies: If ``owns_schedule``: how many ranks add the same count; the sum is divided by it.
         rank_state_kind: Name of the format of ``rank_state``; only rank state of this kind is loaded.
@@ -112,7 +112,7 @@ class Capabilities:
     owns_schedule: bool = False
     meta_model: bool = False
     sums_gradients: bool = False
-    sums: bool = True
+    sum_and_count_loss: bool = True
     unused_have_zeros: bool = False
     num_loss_copies: int = 1
     rank_state_kind: str = "strategy"
@@ -128,7 +128,7 @@ class DevicePlacement:
         task: The task, which calls the model; None: the user's own loop calls it.
         example: Returns a batch of two samples.
         weights: Weights to load into a model on the meta device; None: the model has its weights.
-        another: Returns a new model of the task, for tracing; None: a copy of the model is used.
+        new_model: Returns a new model of the task, for tracing; None: a copy of the model is used.
     """
 
     device: torch.device
@@ -136,7 +136,7 @@ class DevicePlacement:
     task: TorchTask | None = None
     example: Callable[[], Any] | None = None
     weights: Mapping[str, ArrayBlob] | None = None
-    another: Callable[[], torch.nn.Module] | None = None
+    new_model: Callable[[], torch.nn.Module] | None = None
 
     def __call__(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move a model to the device."""
@@ -152,17 +152,17 @@ class PassContext:
     Attributes:
         task: The task, which calls the model.
         autocast: Returns the context of a forward pass.
-        lap: Ends a phase of the step.
+        end_phase: Ends a phase of the step.
         without_statistics: Returns a context for padding micro-batches, which change no running
             statistics.
-        weigh: Returns a micro-batch's part of the step's loss, given its loss and fraction of samples.
+        weight_loss: Returns a micro-batch's part of the step's loss, given its loss and fraction of samples.
     """
 
     task: TorchTask
     autocast: Callable[[], AbstractContextManager[object]]
-    lap: Callable[[str], None]
+    end_phase: Callable[[str], None]
     without_statistics: Callable[[], AbstractContextManager[object]]
-    weigh: Callable[[object, float], torch.Tensor]
+    weight_loss: Callable[[object, float], torch.Tensor]
 
 
 class GradientSync:
@@ -179,7 +179,7 @@ class GradientSync:
     def begin(self, step: PlannedStep) -> None:
         """Start a step."""
 
-    def set_requires_sync(self, *, is_last: bool) -> None:
+    def prepare_backward(self, *, is_last: bool) -> None:
         """Prepare for a forward and backward pass; gradients may be reduced during the last one of a step."""
 
     def backward(self, weighted_loss: torch.Tensor) -> None:
@@ -349,14 +349,14 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
         sum_in_pass: Sums a tensor over the data-parallel ranks with PyTorch's collectives, if passes contain
             any; None: Horovod's collectives are used.
         noise: Meter of the gradient noise scale, set before ``bind``; None: it is not measured.
-        measures_parts: The strategy passes the gradients of this rank to ``noise`` before they are summed.
+        measures_local_gradients: The strategy passes this rank's gradients to ``noise`` before their sum.
     """
 
     capabilities: Capabilities = Capabilities()
     sent_bytes: int = 0
     sum_in_pass: Callable[[torch.Tensor, str], torch.Tensor] | None = None
     noise: NoiseMeter | None = None
-    measures_parts: bool = False
+    measures_local_gradients: bool = False
     _defers_results: bool = False
 
     def wrap(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> torch.nn.Module:

@@ -46,7 +46,7 @@ ON_NODE = 'exec flux exec --rank "$(flux hostlist --find="$1" instance)" /bin/sh
 
 _SIGNALS = {"drain": ("USR2",), "stop": ("TERM",), "kill": ("TERM", "TERM")}
 _STATES: dict[str, BatchState] = {
-    **dict.fromkeys(("DEPEND", "PRIORITY", "SCHED"), "waiting"),
+    **dict.fromkeys(("DEPEND", "PRIORITY", "SCHED"), "queued"),
     "RUN": "active",
     "CLEANUP": "ending",
     "INACTIVE": "ended",

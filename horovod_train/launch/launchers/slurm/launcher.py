@@ -99,7 +99,7 @@ class SlurmLauncher(BatchLauncher):
         fields = dict(re.findall(r"(\w+)=(\S*)", found))
         shown = fields.get("JobState", "")
         if shown in _WAITING:
-            return QueuedJob("waiting", shown, fields.get("Reason", ""))
+            return QueuedJob("queued", shown, fields.get("Reason", ""))
         if shown == "COMPLETING":
             return QueuedJob("ending", shown)
         if shown in _ACTIVE:

@@ -49,10 +49,10 @@ def allreduce(mesh: Mesh, job: Job) -> Strategy:
             "have another loss scale when they are sent",
             hint="use bf16 or fp32",
         )
-    return summed_gradients(mesh.data, job.allreduce, codec)
+    return make_allreduce(mesh.data, job.allreduce, codec)
 
 
-def summed_gradients(
+def make_allreduce(
     ranks: Communicator, section: Allreduce, codec: Codec | None = None, *, name: str = "bucket"
 ) -> Strategy:
     """Return the strategy that sums gradients over the data-parallel ranks.
@@ -101,7 +101,7 @@ class SingleRankStrategy(Strategy):
 class AllreduceStrategy(Strategy):
     """Strategy that all-reduces gradients in buckets of approximately ``bucket_size_bytes``."""
 
-    measures_parts = True
+    measures_local_gradients = True
 
     def __init__(
         self, ranks: TensorCollectives, *, codec: Codec, bucket_size_bytes: int, name: str = "bucket"
@@ -134,7 +134,7 @@ class AllreduceStrategy(Strategy):
         assert self._pipeline is not None
         return self._pipeline
 
-    def set_requires_sync(self, *, is_last: bool) -> None:
+    def prepare_backward(self, *, is_last: bool) -> None:
         """All-reduce buckets during the next backward pass, if it is the last of this step."""
         if is_last:
             self.pipeline.listen()
@@ -142,7 +142,7 @@ class AllreduceStrategy(Strategy):
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Complete the sums, assign them to ``parameter.grad``, and return the loss of the global batch."""
         pipeline, trailer = self.pipeline, self.pipeline.trailer
-        is_changed = self._trains_others_than_before()
+        is_changed = self._trainable_set_changed()
         if is_changed:
             frozen = {n for n, parameter in self._named.items() if not parameter.requires_grad}
             self._rank_state.store({key: t for key, t in self._state().items() if key[0] in frozen})
@@ -262,7 +262,7 @@ class AllreduceStrategy(Strategy):
         self._rank_state.restore(state_of(pipeline.buckets))
         return pipeline
 
-    def _trains_others_than_before(self) -> bool:
+    def _trainable_set_changed(self) -> bool:
         return self._optimized.count() != len(self._named) or any(
             parameter.requires_grad != self._required[name] for name, parameter in self._named.items()
         )

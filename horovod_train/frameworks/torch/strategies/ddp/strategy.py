@@ -87,7 +87,7 @@ class Ddp(TorchDistributed):
     The arguments are described in ``Arguments`` of this package.
     """
 
-    measures_parts = True
+    measures_local_gradients = True
     capabilities = Capabilities(collective_passes=True, sums_gradients=True)
 
     def __init__(
@@ -126,7 +126,7 @@ class Ddp(TorchDistributed):
         if self._find_unused is None:
             self._find_unused = bool(names)
 
-    def set_requires_sync(self, *, is_last: bool) -> None:
+    def prepare_backward(self, *, is_last: bool) -> None:
         """Let PyTorch sum gradients during the next backward pass, if it is the last of this step."""
         assert self._called is not None
         self._has_summed_all = False

@@ -256,7 +256,7 @@ class Fsdp(TorchDistributed):
             name,
         )
 
-    def set_requires_sync(self, *, is_last: bool) -> None:
+    def prepare_backward(self, *, is_last: bool) -> None:
         """Prepare for a pass; reduce its gradients if it is the last of the step, or with ``reduce_each``."""
         assert isinstance(self._model, FSDPModule)
         self._paths.begin_pass("training")

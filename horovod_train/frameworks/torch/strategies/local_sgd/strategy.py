@@ -98,7 +98,7 @@ class LocalSgd(Strategy):
     """
 
     capabilities = Capabilities(
-        sums=False,
+        sum_and_count_loss=False,
         deferred_results=False,  # ranks exchange their losses in each step
         rank_state_kind="local_sgd",
     )

@@ -19,13 +19,13 @@ from horovod_train.frameworks.torch.strategies import (
 class Arguments(TensorPlan):
     """Arguments of tensor parallelism, which shards layers over ranks with PyTorch's DTensor."""
 
-    degree: Count | None = None
+    tensor_parallel_degree: Count | None = None
     """Number of ranks among which each layer is sharded; null: all ranks."""
 
 
 def axes(world_size: int, arguments: Arguments) -> Axes:
     """Return the axes of ``world_size`` ranks."""
-    return Axes.of(world_size, tensor=arguments.degree)
+    return Axes.of(world_size, tensor=arguments.tensor_parallel_degree)
 
 
 def memory(job: JobSizes) -> Mapping[str, MemoryEstimate]:

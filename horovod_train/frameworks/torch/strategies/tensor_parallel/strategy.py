@@ -38,7 +38,7 @@ from horovod_train.frameworks.torch.state.shards import (
     optimized_parameters,
     squares_of,
 )
-from horovod_train.frameworks.torch.strategies.allreduce.strategy import summed_gradients
+from horovod_train.frameworks.torch.strategies.allreduce.strategy import make_allreduce
 from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement, Strategy
 from horovod_train.frameworks.torch.verify.verification import refuse_hooks_of_parameters
 
@@ -52,7 +52,7 @@ class ModelParallel(Strategy):
         self._job = job
         self._world = tensor_communicator(mesh.world)
         self._axes = mesh.axes
-        self._data = summed_gradients(mesh.data, job.allreduce)
+        self._data = make_allreduce(mesh.data, job.allreduce)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to a model and its optimizer."""
@@ -138,7 +138,7 @@ SHARD_DIMENSION = {
 class TensorParallel(ModelParallel):
     """Strategy that shards layers along the mesh's tensor axis.
 
-    ``plan`` is described in ``Arguments`` of this package. ``degree`` is not used, because it
+    ``plan`` is described in ``Arguments`` of this package. ``tensor_parallel_degree`` is not used, because it
     is the length of the mesh's tensor axis.
     """
 
@@ -147,7 +147,7 @@ class TensorParallel(ModelParallel):
         mesh: Mesh,
         job: Job,
         *,
-        degree: int | None = None,
+        tensor_parallel_degree: int | None = None,
         plan: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(mesh, job)
@@ -178,9 +178,9 @@ class TensorParallel(ModelParallel):
         """Return this rank's shards of the model's weights and buffers."""
         return local_tensors_of_model(self._model)
 
-    def set_requires_sync(self, *, is_last: bool) -> None:
+    def prepare_backward(self, *, is_last: bool) -> None:
         """All-reduce buckets during the next backward pass, if it is the last of this step."""
-        self._data.set_requires_sync(is_last=is_last)
+        self._data.prepare_backward(is_last=is_last)
 
 
 def plan_of(model: torch.nn.Module) -> dict[str, str]:
@@ -253,7 +253,7 @@ def check_can_be_cut(name: str, module: torch.nn.Module, style: str, num_ranks: 
         raise UserError(
             f"strategy tensor_parallel: {name} has {length} "
             f"{'inputs' if SHARD_DIMENSION[style] else 'outputs'}, which {num_ranks} ranks cannot share",
-            hint="set strategy.args.degree to a divisor, or leave it out of strategy.args.plan",
+            hint="set tensor_parallel_degree to a divisor, or leave it out of strategy.args.plan",
         )
 
 

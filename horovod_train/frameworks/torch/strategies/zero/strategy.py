@@ -67,7 +67,7 @@ class Zero(Strategy):
     """
 
     capabilities = Capabilities(sharded=True, sums_gradients=True)
-    measures_parts = True
+    measures_local_gradients = True
 
     def __init__(self, mesh: Mesh, job: Job, *, stage: int = 2) -> None:
         self._ranks = tensor_communicator(mesh.data)
@@ -169,7 +169,7 @@ class Zero(Strategy):
         for message in self._messages:
             message.clear()
 
-    def set_requires_sync(self, *, is_last: bool) -> None:
+    def prepare_backward(self, *, is_last: bool) -> None:
         """Reduce-scatter buckets in the next backward pass if it is the last, or with stage 2."""
         if is_last or self._sends_each:
             self.pipeline.listen()
@@ -178,7 +178,7 @@ class Zero(Strategy):
         """Wait for the reduce-scatters, set ``grad`` of this rank's parts, and return the loss."""
         self._restore_replaced_memory()
         trailer = self.pipeline.trailer
-        is_changed = self._trains_others_than_before()
+        is_changed = self._trainable_set_changed()
         all_used = self.pipeline.finish(weighted_loss, is_changed=is_changed)
         self.sent_bytes = self.pipeline.sent_bytes
         if is_changed or (not self._defers_results and bool(trailer.changed > 0)):
@@ -211,7 +211,7 @@ class Zero(Strategy):
             memory.copy_(parameter.data)
             parameter.data = memory
 
-    def _trains_others_than_before(self) -> bool:
+    def _trainable_set_changed(self) -> bool:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
         return count != len(self._by_weight) or any(
             parameter.requires_grad != self._required[name] for name, parameter in self._candidates.items()
