@@ -1,9 +1,9 @@
 # Everything from a bare machine with Python >= 3.11, a C++ compiler and make.
 #
 #   make train    install, build the engine, train the digits task on two ranks
-#   make test     install, run every test
+#   make test     install pytest, and run the strongest tests of each promise (eight minutes)
 #   make servers  install sshd, Slurm, Grid Engine, buildah, Prometheus and Chromium for the tests that need them (root, Debian)
-#   make check    lint, types and tests: what CI runs
+#   make check    lint, types and every test, with all frameworks
 #   make engine-cuda  build an engine for GPUs from PyPI alone, without one at hand, and check it
 #   make strangers  install and train with PyPI's own PyTorch, on each Python, with and without CUDA (root)
 #   make mpis     create environments with Open MPI 5, MPICH and Intel MPI, from PyPI
@@ -31,7 +31,7 @@ PIP := -m pip install --disable-pip-version-check --no-input --progress-bar off
 PIP_INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools servers mpis mxnet engine-cuda strangers train test image campaign slice kernels coverage mutants check lint format bench accuracy clean
+.PHONY: help tools servers mpis mxnet engine-cuda strangers train test test-all test-rest image campaign slice kernels coverage mutants check lint format bench accuracy clean
 
 help:
 	@sed -n '3,20s/^# *//p' Makefile
@@ -56,10 +56,15 @@ $(VENV)/installed: setup.py constraints.txt pyproject.toml | $(BIN)/python
 	[ -z "$$needed" ] || { echo "== the compiler of CUDA, for the GPU of this machine"; $(PIP_INSTALL) "$$needed" | $(SHORT); }
 	@touch $@
 
+$(VENV)/installed-test: $(VENV)/installed
+	@echo "== packages for tests"
+	@$(PIP_INSTALL) --no-build-isolation -e '.[test]' | $(SHORT)
+	@touch $@
+
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "== packages for development, every framework among them"
 	@$(PIP_INSTALL) tensorflow-cpu==2.21.0 | $(SHORT)
-	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev,kubernetes,keras,jax,lightning,transformers,deepspeed,tensorboard,mlflow,wandb]' | $(SHORT)
+	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,test,dev,kubernetes,keras,jax,lightning,transformers,deepspeed,tensorboard,mlflow,wandb]' | $(SHORT)
 	@touch $@
 
 ENGINE_SOURCE := $(wildcard horovod_train/horovod/patches/*.patch horovod_train/horovod/*.cc) \
@@ -129,7 +134,7 @@ servers:
 	[ -e /usr/include/libaio.h ] && ls /usr/lib/*/pmix2/lib/libpmix.so >/dev/null 2>&1 || missing=1; \
 	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge gridengine-master gridengine-exec gridengine-client csh buildah debootstrap prometheus chromium libaio-dev libpmix-dev >/dev/null; }
 
-# Environments with the MPI libraries of sites, from PyPI: two of them for `make test`, all for `make campaign`.
+# Environments with the MPI libraries of sites, from PyPI: two of them for `make check`, all for `make campaign`.
 MPIS := .mpis
 MPI_NAMES := openmpi5 mpich5 mpich4 intel
 
@@ -138,8 +143,17 @@ $(MPIS)/%/bin/horovod-train: tests/support/mpis.py $(VENV)/engine-dev
 
 mpis: tools $(MPI_NAMES:%=$(MPIS)/%/bin/horovod-train)
 
-test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine $(MPIS)/openmpi5/bin/horovod-train $(MPIS)/mpich5/bin/horovod-train
+# The tests of each promise that need no other packages (tests/support/core.py).
+test: tools $(VENV)/installed-test $(VENV)/engine
+	@$(BIN)/python -m pytest -n 2 --only core
+
+EVERYTHING := tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine $(MPIS)/openmpi5/bin/horovod-train $(MPIS)/mpich5/bin/horovod-train
+
+test-all: $(EVERYTHING)
 	@$(BIN)/python -m pytest -n 2 --matrix=docs/frameworks.md
+
+test-rest: $(EVERYTHING)
+	@$(BIN)/python -m pytest -n 2 --only rest
 
 image: tools $(VENV)/installed-dev
 	@$(BIN)/python -m pytest -s -m image
@@ -186,7 +200,7 @@ format: $(VENV)/installed-dev
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-check: lint test
+check: lint test-all
 
 bench: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m benchmarks.run

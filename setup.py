@@ -73,6 +73,8 @@ setup(
         "mutants": ["cosmic-ray"],
         "tasks": ["scikit-learn"],
         "optimizers": ["pytorch-optimizer>=3.0"],
+        # What `make test` needs besides "build", "tasks" and "optimizers".
+        "test": ["hypothesis", "jsonschema>=4.20", "pytest", "pytest-timeout", "pytest-xdist"],
         "dev": [
             "coverage",
             "grafana-foundation-sdk",

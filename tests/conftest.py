@@ -22,6 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent / name) for name in (".", "programs", 
 
 
 from support.budget import END, MAX_LAUNCHES, Launches  # noqa: E402
+from support.core import OTHER_PACKAGES, is_core  # noqa: E402
 from support.lanes import Lanes, pool_of  # noqa: E402
 from support.matrix import Matrix, update  # noqa: E402  (found by the path above)
 from support.pools import PROCESSES, Pools  # noqa: E402
@@ -40,6 +41,9 @@ settings.load_profile("any machine")
 
 def pytest_addoption(parser):
     parser.addoption("--matrix", metavar="PAGE", help="write what each framework was seen to do")
+    parser.addoption(
+        "--only", choices=["core", "rest"], help="what `make test` runs, or the rest of `make check`"
+    )
     parser.addoption("--shuffle", metavar="SEED", type=int, help="run the tests in a random order")
 
 
@@ -62,8 +66,18 @@ class Shuffled:
         self.chance.shuffle(items)
 
 
-def pytest_collection_modifyitems(items):
-    """Let all tests of a pool follow each other, over all files: it is started once, and waits for nobody."""
+def pytest_ignore_collect(collection_path, config):
+    """Without the packages of others, some files cannot be imported."""
+    is_core = config.getoption("--only") == "core"
+    return True if is_core and collection_path.name in OTHER_PACKAGES else None
+
+
+def pytest_collection_modifyitems(config, items):
+    """Choose tests, and let all of a pool follow each other, over all files: it starts once, and waits for nobody."""
+    if only := config.getoption("--only"):
+        chosen = [item for item in items if is_core(item.nodeid) == (only == "core")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
     items.sort(key=pool_of)
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -473,3 +474,5 @@ CASES = (
     Way("allreduce, then pipeline", ALLREDUCE, then=PIPELINE, **ADAMW),
     Way("pipeline, then fsdp", PIPELINE, then=FSDP, accumulation=4, **ADAMW),
 )
+if find_spec("deepspeed") is None:
+    CASES = tuple(case for case in CASES if "deepspeed" not in f"{case.strategy} {case.then}")

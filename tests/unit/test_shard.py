@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from horovod_train.data.shard import epoch_order, num_steps, split_evenly, steps_of_epoch
 from horovod_train.frameworks.reader import Shards
-from horovod_train.plugins.transformers.trainer import ShardedBatches
 
 worlds = st.integers(1, 64)
 sizes = st.integers(1, 3000)
@@ -148,6 +147,7 @@ def test_batches_of_a_trainer_have_the_lengths_of_its_steps(num_samples, batch_s
 
 
 def test_a_batch_of_a_step_is_that_of_the_epoch():
+
     numbers = np.arange(23)
     worlds = [SimpleNamespace(rank=rank, size=3, allgather=lambda data: [data] * 3) for rank in range(3)]
     shards = [Shards(world, numbers, batch_size=2) for world in worlds]
