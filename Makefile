@@ -153,7 +153,7 @@ test-all: $(EVERYTHING)
 	@$(BIN)/python -m pytest -n 2 --matrix=docs/frameworks.md
 
 test-rest: $(EVERYTHING)
-	@$(BIN)/python -m pytest -n 2 --only rest
+	@$(BIN)/python -m pytest -n 2 --only rest --matrix=docs/frameworks.md
 
 image: tools $(VENV)/installed-dev
 	@$(BIN)/python -m pytest -s -m image

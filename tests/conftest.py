@@ -73,12 +73,18 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Choose tests, and let all of a pool follow each other, over all files: it starts once, and waits for nobody."""
+    """Choose tests. Let all of a pool follow each other, over all files: it starts once, and nobody waits."""
     if only := config.getoption("--only"):
-        chosen = [item for item in items if is_core(item.nodeid) == (only == "core")]
+        chosen = [item for item in items if is_chosen(item, only)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
     items.sort(key=pool_of)
+
+
+def is_chosen(item, only):
+    """What fills the matrix of docs/frameworks.md is run with the rest, too, so that the page is whole."""
+    is_of_core = is_core(item.nodeid)
+    return is_of_core if only == "core" else not is_of_core or "matrix" in item.fixturenames
 
 
 def pytest_runtest_setup():

@@ -101,7 +101,7 @@ class Tokens:
     """Accepted tokens.
 
     Args:
-        page_token: Token with the role ``cancel``; it cannot submit jobs, because it is printed in an address.
+        page_token: Token with the role ``cancel``; it cannot submit jobs, as it is printed in an address.
         file: Token file; it is read again when it changes. None: no further tokens.
         max_role: Highest role of any token.
 

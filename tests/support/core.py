@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-OTHER_PACKAGES = {  # files of unit tests that need another framework, a tracker, the client of Kubernetes, ...
+OTHER_PACKAGES = {  # files of unit tests that need another framework, a tracker, or the client of Kubernetes
     "test_api_contract.py",
     "test_dashboards.py",
     "test_docs.py",

@@ -133,9 +133,10 @@ def test_the_order_never_changes_between_releases():
     ("num_samples", "batch_size", "accumulation", "size"), [(50, 4, 3, 2), (7, 2, 1, 3), (1, 8, 2, 2)]
 )
 def test_batches_of_a_trainer_have_the_lengths_of_its_steps(num_samples, batch_size, accumulation, size):
+    transformers = pytest.importorskip("horovod_train.plugins.transformers.trainer")
     for rank in range(size):
         world = SimpleNamespace(rank=rank, size=size)
-        batches = ShardedBatches(num_samples, world, batch_size, accumulation, seed=0)
+        batches = transformers.ShardedBatches(num_samples, world, batch_size, accumulation, seed=0)
         found = list(batches)
         steps = len(batches) // accumulation
 
