@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent / name) for name in (".", "programs", 
 
 
 from support.budget import END, MAX_LAUNCHES, Launches  # noqa: E402
-from support.core import OTHER_PACKAGES, is_core  # noqa: E402
+from support.core import has_core, is_core  # noqa: E402
 from support.lanes import Lanes, pool_of  # noqa: E402
 from support.matrix import Matrix, update  # noqa: E402  (found by the path above)
 from support.pools import PROCESSES, Pools  # noqa: E402
@@ -68,8 +68,9 @@ class Shuffled:
 
 def pytest_ignore_collect(collection_path, config):
     """Without the packages of others, some files cannot be imported."""
-    is_core = config.getoption("--only") == "core"
-    return True if is_core and collection_path.name in OTHER_PACKAGES else None
+    file = collection_path.relative_to(Path(__file__).parents[1]).as_posix()
+    is_other = file.endswith(".py") and not has_core(file)
+    return True if is_other and config.getoption("--only") == "core" else None
 
 
 def pytest_collection_modifyitems(config, items):

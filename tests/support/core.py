@@ -48,9 +48,16 @@ RANKS = (  # of the tests that start ranks, the strongest of each promise
 OTHER_FRAMEWORKS = ("tensorflow", "keras", "jax", "lightning", "transformers", "mxnet", "deepspeed")
 
 
+def has_core(file: str) -> bool:
+    """Return whether `make test` runs tests of a file."""
+    if file.startswith("tests/unit/"):
+        return file.rpartition("/")[2] not in OTHER_PACKAGES
+    return any(each.startswith(f"{file}::") for each in RANKS)
+
+
 def is_core(nodeid: str) -> bool:
     """Return whether `make test` runs a test."""
     file = nodeid.partition("::")[0]
     if file.startswith("tests/unit/"):
-        return file.rpartition("/")[2] not in OTHER_PACKAGES and not nodeid.startswith(OTHER_TESTS)
+        return has_core(file) and not nodeid.startswith(OTHER_TESTS)
     return nodeid.startswith(RANKS) and not any(name in nodeid for name in OTHER_FRAMEWORKS)
