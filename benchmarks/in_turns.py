@@ -67,13 +67,13 @@ def train_in_turns(run: Run) -> None:
     while run.num_steps_left != 0:
         for step in loop.rest_of_epoch(run):
             lr = run.policy.at(run.progress.epochs_passed)
-            outcome = run.replica.step(step, lr, want_norm=loop.wants_norm(run))
+            outcome = run.replica.step(step, lr, want_norm=run.wants_norm)
             loop.after_step(run, step, outcome, lr)
             if run.progress.step % BLOCK_STEPS == 0:
                 for _ in range(BLOCK_STEPS):
                     by_hand.step()
         if run.is_epoch_complete:
-            loop.after_epoch(run)
+            loop.after_epoch(run, evaluated=loop.finish_epoch(run))
     loop.end(run)
 
 

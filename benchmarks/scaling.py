@@ -74,9 +74,9 @@ def draw_by_sample(run: Run, *, is_on: bool) -> None:
     """Draw random numbers by sample or by rank in the next epoch."""
     replica: Any = run.replica
     train = run.job.train.model_copy(update={"randomness": "sample" if is_on else "rank"})
-    replica._draws = draws_of(train, replica.device)  # noqa: SLF001
+    replica.draws = draws_of(train, replica.device)
     if is_on:
-        replica._draws._finder = None  # noqa: SLF001  (it records the first micro-batch of a job)
+        replica.draws._finder = None  # noqa: SLF001  (it records the first micro-batch of a job)
     run.train_reader._by_sample = is_on  # type: ignore[attr-defined]  # noqa: SLF001
 
 

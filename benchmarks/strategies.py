@@ -24,7 +24,7 @@ from benchmarks.on_ranks import found_on_ranks, tell
 from horovod_train.collectives.base import Communicator, Mesh
 from horovod_train.config.arguments import axes_of
 from horovod_train.config.schema import Job
-from horovod_train.frameworks.torch.comm.groups import start_process_group
+from horovod_train.frameworks.torch.comm.groups import init_process_group
 from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.frameworks.torch.sizes import units_of
 from horovod_train.tasks.gpt import Gpt
@@ -79,7 +79,7 @@ def by_hand(name: str, world: Communicator, task_args: dict[str, Any], batch_siz
     """Return a step of what a careful user writes for torchrun."""
     torch.manual_seed(0)
     task = Gpt(**task_args)
-    start_process_group(world, torch.device("cpu"), Job(name="b", task="gpt").health)
+    init_process_group(world, torch.device("cpu"), Job(name="b", task="gpt").health)
     model: Any = task.model()
     if name.startswith("ddp"):
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=8)

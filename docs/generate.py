@@ -63,7 +63,7 @@ def learning_rate(path: Path) -> None:
 ANNOTATED_JOB = """\
 name: spiral                     # label of its metrics; its runs are in runs/spiral
 task: spiral.py:Spiral           # your class: model(), train_data(), loss(model, batch), ...
-task_args: {points: 4000}        # keyword arguments of the class
+task_args: {width: 64}           # keyword arguments of the class
 train:
   epochs: 20                     # or max_steps, or max_samples
   batch_size_per_rank: 64        # of each rank and micro-batch; or global_batch_size, for any number of ranks
@@ -206,7 +206,8 @@ logs.
 
 Each start of a run begins with `opened`; a restarted job appends to the file. `format_version` is 1;
 it increases on incompatible changes. New kinds and new fields are compatible: ignore unknown ones. The file
-is limited to 16 MiB: above that, every second line of the most frequent kind, usually `progress`, is removed.
+is limited to 16 MiB and 20,000 lines: above that, lines of the most frequent kind, usually `progress`, are
+thinned out until it is half full.
 If the disk is full, events are lost, and the state of the run reports it; the job continues.
 
 <!-- The rest is written by docs/generate.py from horovod_train/events/types.py. -->

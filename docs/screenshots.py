@@ -59,7 +59,7 @@ def take_pictures() -> None:
             )
             page = context.new_page()
             page.goto(f"http://127.0.0.1:9388/?token={TOKEN}")
-            page.get_by_text("Rank 2 needs").wait_for(timeout=180_000)
+            page.get_by_text("Rank 2: own time").wait_for(timeout=180_000)
             page.wait_for_timeout(3000)
             clip = {"x": 0, "y": 0, "width": width, "height": 1330}
             page.screenshot(path=IMAGES / name, clip=clip, full_page=True)

@@ -133,7 +133,7 @@ def targets() -> list[Manifest]:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
-        "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data", "readOnly": True}}],
+        "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "training", "readOnly": True}}],
     }
     deployment = {
         "apiVersion": "apps/v1",

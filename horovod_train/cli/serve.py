@@ -32,7 +32,7 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     is_flag=True,
     help="Allow clients to submit jobs with a token of the token file; includes --allow-cancel.",
 )
-@click.option("--tokens", type=FILE, help="File with lines `ROLE TOKEN`; a role is read, end or submit.")
+@click.option("--tokens", type=FILE, help="File with lines `ROLE TOKEN`; a role is read, cancel or submit.")
 @click.option("--tls-cert", type=FILE, help="Certificate chain of the server, in PEM format, for HTTPS.")
 @click.option("--tls-key", type=FILE, help="Private key of the certificate.")
 def serve_command(

@@ -37,6 +37,8 @@ _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4,8}")
 LOG_FILE = "run.log"
 # Each state is padded to this size, so that it can be overwritten in place on a full disk.
 STATE_BYTES = 4095
+FORMER_STATES = {"waiting": "queued", "leaving": "stopping"}
+"""States in files that versions before 0.1.0 wrote."""
 TOUCHED_EVERY_S = 30
 SILENT_S = 300.0
 """If the file's mtime is older than this, the launcher's host counts as lost. Allows for clock skew."""
@@ -371,6 +373,7 @@ class StateFile:
         """Return the content of the file; None if it is missing or invalid."""
         try:
             document: dict[str, Any] = json.loads(read_regular(self._path))
+            document["state"] = FORMER_STATES.get(document["state"], document["state"])
             fits = (
                 document["state"] in get_args(State)
                 and isinstance(document["exit_code"], int | None)

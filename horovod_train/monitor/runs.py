@@ -232,7 +232,7 @@ JOB_CATALOG = (
         label="cause",
     ),
     Metric(
-        "horovod_train_job_wanted_ranks",
+        "horovod_train_job_desired_ranks",
         "gauge",
         "Ranks that the job requested.",
         "Are all requested ranks running?",

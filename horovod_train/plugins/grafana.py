@@ -247,7 +247,7 @@ def _target(query: Query, ref_id: str, *, is_now: bool, format_: str | None) -> 
 
 
 _JOB_OF_FLEET = "{{training_job}}"
-_MISSING = "(horovod_train_job_wanted_ranks - horovod_train_job_present_ranks)"
+_MISSING = "(horovod_train_job_desired_ranks - horovod_train_job_present_ranks)"
 _RUNNING = 'horovod_train_job_state{state=~"starting|running"}'
 
 JOBS = (
@@ -341,7 +341,7 @@ TROUBLE = (
 FLEET_PAGE = Page(
     "horovod-train-fleet",
     "horovod_train: Fleet",
-    "All jobs: how they stand, ranks wanted and present, failures. It needs `horovod-train targets serve`.",
+    "All jobs: how they stand, ranks desired and present, failures. It needs `horovod-train targets serve`.",
     (),
     (("Jobs", JOBS), ("Ranks", RANKS), ("Trouble", TROUBLE)),
 )
@@ -451,7 +451,7 @@ STANDS = (
         "Ranks",
         "Ranks that take part, and ranks that the job asked for.",
         (same_on_all("horovod_train_world_size_present"), "present"),
-        (same_on_all("horovod_train_world_size_desired"), "wanted"),
+        (same_on_all("horovod_train_world_size_desired"), "desired"),
         span=4,
     ),
     panel(

@@ -38,7 +38,8 @@ GPU = torch.device("cuda", 0)
 class Replica(TorchReplica):
     """One whose gradients are there without a backward pass."""
 
-    def backward(self, loss: torch.Tensor, share: float, *, is_last: bool) -> None:
+    def _add_gradient(self, loss: object, share: float) -> None:
+        assert isinstance(loss, torch.Tensor)
         weighted = loss.detach() * share
         self.loss.add(weighted)
         self.scaler.scale(weighted)
@@ -84,7 +85,7 @@ def steps(fields: dict[str, Any], wire_dtype: str | None) -> None:
     )
     strategy.bind(trained, optimizer)
     replica = Replica(
-        model=trained, optimizer=optimizer, strategy=strategy, world=world, train=job.train, task=Task(),
+        model=trained, optimizer=optimizer, strategy=strategy, data_ranks=world, train=job.train, task=Task(),
         health=job.health,
     )  # fmt: skip
     assert isinstance(replica._update, UpdateOnDevice)

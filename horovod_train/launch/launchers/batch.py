@@ -50,7 +50,7 @@ class QueuedJob:
     """State of a job in a batch system.
 
     Attributes:
-        state: waiting: in the queue; active: has nodes; ending: has nodes, and its script has ended;
+        state: queued: in the queue; active: has nodes; ending: has nodes, and its script has ended;
             cancelled, ended: has left the queue, and the batch system still knows it.
         shown: State in the words of the batch system.
         reason: Reason for which the job waits; may be empty.

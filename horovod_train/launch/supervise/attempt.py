@@ -167,7 +167,7 @@ class AttemptOutput:
         )
 
     def note(self, text: str) -> None:
-        """Write the state ``running`` or ``leaving`` with a warning; an empty text clears the warning."""
+        """Write the state ``running`` or ``stopping`` with a warning; an empty text clears the warning."""
         is_leaving = self._state.state == "stopping"
         what = LEAVING if is_leaving else f"{self._num_ranks} rank(s)"
         self._state.write(

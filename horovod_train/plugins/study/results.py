@@ -337,7 +337,7 @@ def _digest(tree: object) -> str:
 
 
 STUDY_FILE = "study.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CRITICAL = "critical batch"
 """Policy of trials that measure the critical batch size."""
 TUNING = "tuning of the base rate"
