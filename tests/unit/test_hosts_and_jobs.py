@@ -1347,3 +1347,12 @@ class TestOneRankAlone:
 
         with pytest.raises(LaunchError, match="the launcher 'local' starts one rank, not 2"):
             make_plan(resolve(job, "run-1"))
+
+
+@pytest.mark.parametrize(("former", "state"), [("waiting", "queued"), ("leaving", "stopping")])
+def test_states_of_earlier_versions_are_read(tmp_path, former, state):
+    jobs.StateFile(tmp_path).write(state, message="it is there")
+    (path,) = tmp_path.glob("state.json")
+    path.write_text(path.read_text().replace(f'"{state}"', f'"{former}"'))
+
+    assert jobs.StateFile(tmp_path).read().message == "it is there"
