@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 OWN_FUSION = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"}
 
 WATCHED = {
-    "horovod.common.basics": ("horovod_hooks", "watch_joining"),
+    "horovod.common.basics": ("meter", "watch_joining"),
     "torch": ("torch_hooks", "watch_torch"),
     "horovod.torch": ("torch_hooks", "watch_horovod_torch"),
     "tensorflow": ("tensorflow_hooks", "watch_tensorflow"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from copy import deepcopy
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -15,6 +16,7 @@ from horovod_train.config.load import job_from
 from horovod_train.errors import ConfigError, UnknownNameError, UserError
 from horovod_train.launch.base import Launcher
 from horovod_train.registry import CODECS, HOOKS, LAUNCHERS, STRATEGIES, Registry, optimizers_of
+from horovod_train.scripts.run import WATCHED
 
 PACKAGE = Path(registry.__file__).parent
 
@@ -141,3 +143,33 @@ def imported_by(file):
     tree = ast.parse(file.read_text())
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     return {name.rsplit(".", depth)[0] for name in names for depth in range(name.count("."))}
+
+
+def locations():
+    """Every ``module:name`` in the source of this package."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+        own = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = file.read_text().replace("{__name__}", own)
+        for found in re.findall(r"\"(horovod_train(?:\.\w+)+:\w+)\"", text):
+            yield pytest.param(found, id=f"{file.name} {found}")
+    for hooks, name in WATCHED.values():
+        yield pytest.param(f"horovod_train.scripts.{hooks}:{name}", id=f"script {name}")
+
+
+@pytest.mark.parametrize("location", list(locations()))
+def test_what_is_named_by_its_location_is_there(location):
+    """Without importing it: it may need another package."""
+    module, _, name = location.partition(":")
+    path = PACKAGE.parent / Path(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(file.read_text())
+    defined = {
+        name.id
+        for node in tree.body
+        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+        for name in ast.walk(target or ast.Pass())
+        if isinstance(name, ast.Name)
+    } | {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+    assert name in defined
