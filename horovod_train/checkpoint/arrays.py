@@ -1,27 +1,18 @@
-"""Arrays in safetensors files: a JSON header and raw bytes. Reading such a file cannot execute code.
+"""Arrays in safetensors files: written with checksums, and read on demand. Reading them executes no code.
+
+    write_arrays, parse_header   write a safetensors file; read its header
+    dump_state, parse_state      a JSON tree and its arrays as bytes
+    Piece, StoredArrays          arrays of a checkpoint, read on demand: whole, or the part of a rank
+    pack_tree, unpack_tree       nested state as JSON and arrays
+    merge_trees                  packed trees of all ranks of a sharded state, as one
 
 The safetensors library is not used for writing: this module computes checksums and flushes the file in the
 pass that writes it, and supports arrays that are parts of larger ones.
-Format: https://github.com/huggingface/safetensors#format
+Format, a JSON header and raw bytes: https://github.com/huggingface/safetensors#format
 
 The header's ``__metadata__`` has one entry of this product: the SHA-256 of each array and, for a part, the
 shape of the whole array and the position in it. The manifest of a checkpoint contains the SHA-256 of the
 header, so each array can be read and verified separately.
-
-Arrays of a checkpoint, read on demand: whole, or the part that a rank requires.
-
-The parts of an array may be in several files, one for each rank that has written a part. A reader may request
-the whole array or another part, because the number of ranks or the sharding has changed. Only stored parts
-that overlap the request are read, and all data that is read is verified.
-
-Nested state as JSON and arrays. Unlike pickle, reading it cannot execute code.
-
-Optimizer states are nested dictionaries with tensors as leaves. JSON supports neither tensors nor tuples nor
-integer keys, so each of these is stored as an object with one reserved key:
-
-    {"__array__": "state.0.exp_avg"}     a tensor, stored under that name
-    {"__tuple__": [...]}                 a tuple
-    {"__map__": [[key, value], ...]}     a dictionary with non-string or reserved keys
 """
 
 from __future__ import annotations
@@ -377,6 +368,10 @@ class Piece:
 class StoredArrays(Mapping[str, ArrayBlob]):
     """The arrays of a section (``model``, ``optimizer``, ...) by name, read on demand from all its files.
 
+    The parts of an array may be in several files, one for each rank that has written a part. A reader may
+    request the whole array or another part, because the number of ranks or the sharding has changed. Only
+    stored parts that overlap the request are read, and all data that is read is verified.
+
     Raises:
         CheckpointError: Parts of an array disagree about its shape or element type.
     """
@@ -549,6 +544,30 @@ RESERVED = {ARRAY, TUPLE, MAP}
 
 def pack_tree(tree: object, is_array: Callable[[Any], bool]) -> tuple[object, dict[str, Any]]:
     """Split a tree into plain JSON and its arrays by name.
+
+    Unlike pickle, reading the result cannot execute code. Optimizer states are nested dictionaries with
+    tensors as leaves. JSON supports neither tensors nor tuples nor integer keys, so each of these is stored
+    as an object with one reserved key:
+
+        {"__array__": "state.0.exp_avg"}     a tensor, stored under that name
+        {"__tuple__": [...]}                 a tuple
+        {"__map__": [[key, value], ...]}     a dictionary with non-string or reserved keys
+
+    Unlike pickle, reading the result cannot execute code. Optimizer states are nested dictionaries with
+    tensors as leaves. JSON supports neither tensors nor tuples nor integer keys, so each of these is stored
+    as an object with one reserved key:
+
+        {"__array__": "state.0.exp_avg"}     a tensor, stored under that name
+        {"__tuple__": [...]}                 a tuple
+        {"__map__": [[key, value], ...]}     a dictionary with non-string or reserved keys
+
+    Unlike pickle, reading the result cannot execute code. Optimizer states are nested dictionaries with
+    tensors as leaves. JSON supports neither tensors nor tuples nor integer keys, so each of these is stored
+    as an object with one reserved key:
+
+        {"__array__": "state.0.exp_avg"}     a tensor, stored under that name
+        {"__tuple__": [...]}                 a tuple
+        {"__map__": [[key, value], ...]}     a dictionary with non-string or reserved keys
 
     >>> pack_tree({0: (1, [2.5, None])}, lambda leaf: False)
     ({'__map__': [[0, {'__tuple__': [1, [2.5, None]]}]]}, {})

@@ -1,9 +1,12 @@
-"""List, describe, export and compare checkpoints, without importing a framework.
+"""List, describe, export and compare checkpoints.
 
-Weights in safetensors files of other programs, read on demand.
+    checkpoints_in, describe_row   the checkpoints of a folder, and the line of each in a list
+    describe                       description of a checkpoint
+    export                         weights and buffers as one safetensors file
+    differences                    differences of two checkpoints
+    open_weights                   weights in safetensors files of other programs, read on demand
 
-Transformers and ``horovod-train checkpoint export`` write such files, one or several in a folder. Files are
-mapped into memory, so a rank reads only its shard of a weight.
+No function imports a framework.
 """
 
 from __future__ import annotations
@@ -206,6 +209,15 @@ FIELD = "train.initial_weights"
 
 def open_weights(path: Path) -> StoredArrays:
     """Return the arrays of a safetensors file, or of all safetensors files in a folder.
+
+    Transformers and ``horovod-train checkpoint export`` write such files, one or several in a folder. Files
+    are mapped into memory, so a rank reads only its shard of a weight.
+
+    Transformers and ``horovod-train checkpoint export`` write such files, one or several in a folder. Files
+    are mapped into memory, so a rank reads only its shard of a weight.
+
+    Transformers and ``horovod-train checkpoint export`` write such files, one or several in a folder. Files
+    are mapped into memory, so a rank reads only its shard of a weight.
 
     Raises:
         UserError: There is no file, a file is damaged, or two files have an array of the same name.

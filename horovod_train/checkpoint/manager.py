@@ -1,10 +1,14 @@
 """Writing of checkpoints, removal of old ones, and selection of the one to resume from.
 
-If replicas are identical, rank 0 writes. If the model is sharded, the first rank that has an array writes it.
-Every rank itself reads and verifies the state that it loads; no state is broadcast.
+    CheckpointManager         the checkpoints of one run
+    LoadedCheckpoint          content of a checkpoint that a rank loads to resume
+    find_holders, Holders     which ranks have an array, and the first of these, which writes it
+    document_changes, job_changes
+                              changes of the job and the environment since a checkpoint was written, which
+                              are reported, and no error
 
-Also here: which ranks have an array, and the first of these, which writes it; changes of the job and the
-environment since a checkpoint was written, which are reported, and no error.
+If replicas are identical, rank 0 writes. If the model is sharded, the first rank that has an array writes
+it. Every rank itself reads and verifies the state that it loads; no state is broadcast.
 """
 
 from __future__ import annotations

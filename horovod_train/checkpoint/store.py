@@ -17,8 +17,12 @@ all. The next run that opens the folder for writing removes temporary folders th
 
 Checksums detect changes of a file after it was written. They do not show that this product wrote it.
 
-Also here: selection of the checkpoint to resume from, which every rank must call: the newest with valid
-checksums; schemas with which the JSON files of a checkpoint are validated before their content is used.
+    ManifestDocument, StateDocument, ...   schemas with which the JSON files of a checkpoint are validated
+                                           before their content is used
+    list_checkpoints, read_checkpoint      checkpoints of a folder, and the content of one
+    verify, quarantine, remove             verification, and treatment of damaged and old checkpoints
+    newest_valid                           selection of the checkpoint to resume from, the newest with valid
+                                           checksums; every rank must call it
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ background thread, where collectives are not available. Each of the other writer
 small file, when it has finished. Rank 0 waits for all notes and renames the folder, unless a note or a
 collective of the main thread reports an error.
 
-Also here: result of writing a checkpoint.
+``WriteReport`` is the result of an attempt to write a checkpoint.
 """
 
 from __future__ import annotations

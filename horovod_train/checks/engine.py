@@ -1,7 +1,9 @@
-"""Checks of the installed engine. They load it in separate processes, because loading may crash a process.
+"""Checks of the installed engine.
 
-Also here: properties of the engine's MPI library that are known after it has initialized, in a separate
-process; findings of checks, and their report.
+    check_engine            findings about all components that a job on several ranks requires
+    probe_mpi, MpiDetails   properties of the engine's MPI library that are known after it has initialized
+
+The engine is loaded in separate processes, because loading may crash a process.
 """
 
 from __future__ import annotations

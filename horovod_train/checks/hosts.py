@@ -1,7 +1,13 @@
-"""Findings (ok, warn or fail, with a fix) about hosts, from the collected details.
+"""Findings about hosts, from the collected details.
 
-Also here: facts about a host that a launch requires; further facts for ``horovod-train doctor``; comparison
-of environments and clocks between hosts, or between ranks.
+    HostFacts, describe_host               facts about a host that a launch requires
+    HostDetails, examine_host              further facts, for ``horovod-train doctor``
+    fingerprint_mismatch, clock_mismatch   comparison of environments and clocks between hosts, or between
+                                           ranks
+    examine                                the findings about hosts and their ranks
+    Finding, report                        a finding, and findings as text
+
+A finding is ok, warn or fail. It has a fix, unless it is ok.
 """
 
 from __future__ import annotations

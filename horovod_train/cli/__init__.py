@@ -1,1 +1,1 @@
-"""The command line, with one module per command."""
+"""The command line: modules with one or several commands, imported by ``main`` when a command is called."""

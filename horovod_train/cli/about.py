@@ -1,7 +1,4 @@
-"""``horovod-train config``.
-
-Also here: ``horovod-train tasks``; ``horovod-train frameworks``; ``horovod-train engine``.
-"""
+"""Commands about this package: ``config``, ``tasks``, ``frameworks`` and ``engine``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``horovod-train report``.
-
-Also here: ``horovod-train dashboards``; ``horovod-train checkpoint``.
-"""
+"""Commands that work with files of runs: ``report``, ``dashboards`` and ``checkpoint``."""
 
 from __future__ import annotations
 

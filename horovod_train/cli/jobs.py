@@ -1,8 +1,4 @@
-"""``horovod-train cancel``.
-
-Also here: ``horovod-train drain``; ``horovod-train list``; ``horovod-train logs``; ``horovod-train
-status``; ``horovod-train wait``; ``horovod-train submit``.
-"""
+"""Commands for submitted jobs: submit, list, status, logs, wait, drain and cancel."""
 
 from __future__ import annotations
 

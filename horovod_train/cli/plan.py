@@ -1,7 +1,4 @@
-"""Output of ``--dry-run`` and of ``plan``.
-
-Also here: ``horovod-train plan``; ``horovod-train render``.
-"""
+"""Commands that show how a job would run, ``plan`` and ``render``, and the output of ``--dry-run``."""
 
 from __future__ import annotations
 

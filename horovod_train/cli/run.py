@@ -1,7 +1,4 @@
-"""``horovod-train run``.
-
-Also here: ``horovod-train worker``.
-"""
+"""Commands that run ranks: ``run``, and ``worker``, which runs one rank."""
 
 from __future__ import annotations
 

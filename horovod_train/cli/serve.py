@@ -1,7 +1,4 @@
-"""``horovod-train serve``.
-
-Also here: ``horovod-train targets``.
-"""
+"""Commands that serve a web page, the HTTP API and targets for Prometheus: ``serve`` and ``targets``."""
 
 from __future__ import annotations
 

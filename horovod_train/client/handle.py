@@ -1,7 +1,11 @@
-"""Handle of a job, and access to the job behind it: on this machine, or through a server.
+"""Handles of jobs, and access to the jobs behind them.
 
-Also here: jobs that are submitted on this machine; incremental readers of events and output. Each line has
-a position, a text from which another reader continues after this line, in any process.
+    JobHandle, JobResult          a submitted job, and its result
+    JobAccess, LocalJob           interface of the access to a job, and the access on this machine
+    Tail, FileTail, OutputTail    incremental readers of events and output
+    submit, start, jobs, job      jobs that are submitted on this machine
+
+A job is on this machine, or behind a server.
 """
 
 from __future__ import annotations
@@ -259,6 +263,8 @@ MAX_LINE_BYTES = 16 * 2**20
 
 class Tail(Protocol):
     """Reader of lines.
+
+    Each line has a position, a text from which another reader continues after this line, in any process.
 
     Attributes:
         pause_s: Time to wait after a call of ``read`` that has returned no line.

@@ -1,10 +1,14 @@
 """The communicator of a job's ranks, for all communication except gradients; names follow MPI.
 
-``Communicator`` has two collectives, an all-reduce of numbers and an all-gather of bytes, so that tests need
-only a small fake. Agreement, JSON messages and comparisons use these two. Messages are never pickled.
+    Communicator, SingleRank    the ranks of a job, and a job of one rank
+    Splits, Mesh                the communicators of a rank: all ranks, and its data-parallel group
+    CollectiveLog               ring buffer of a rank's last collectives, always enabled, which names the
+                                tensor of a hung collective
+    allgather_json, any_rank, barrier, ...
+                                functions that use the two collectives
 
-Also here: the communicators of a rank, of all ranks and of its data-parallel group; the ring buffer of its
-last collectives, always enabled, which names the tensor of a hung collective.
+``Communicator`` has two collectives, an all-reduce of numbers and an all-gather of bytes, so that tests
+need only a small fake. Agreement, JSON messages and comparisons use these two. Messages are never pickled.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The communicator over one of Horovod's bindings.
+"""The communicator over one of Horovod's bindings, and errors of CUDA and NCCL.
 
-Each binding has its own core, background thread and connections, so a process uses a single binding for
-all communication: gradients and messages.
+    connect                      the communicator of this process's ranks
+    HorovodCommunicator          base class of the communicators of the bindings
+    translated                   this package's error for an exception of a collective
+    explain_cuda, explain_nccl   this package's errors for the error messages of CUDA and NCCL
 
-Errors of this package for the error messages of CUDA and NCCL.
-
-PyTorch raises these messages ("CUDA error: ..."), and so does Horovod, for its own CUDA calls
-("cudaEventRecord failed: ...") and for NCCL. A GPU runs asynchronously, so that the call that reports a
-failure is seldom the call that caused it.
+Each binding has its own core, background thread and connections, so a process uses a single binding for all
+communication: gradients and messages.
 """
 
 from __future__ import annotations
@@ -126,7 +125,12 @@ NCCL_CONSEQUENCE = "remote process exited"
 
 
 def explain_cuda(text: str, rank: int) -> HorovodTrainError | None:
-    """Return this package's error for a message of CUDA; None: it is not from CUDA."""
+    """Return this package's error for a message of CUDA; None: it is not from CUDA.
+
+    PyTorch raises these messages ("CUDA error: ..."), and so does Horovod, for its own CUDA calls
+    ("cudaEventRecord failed: ...") and for NCCL. A GPU runs asynchronously, so that the call that reports a
+    failure is seldom the call that caused it.
+    """
     if not IS_CUDA.search(text):
         return None
     first_line = text.splitlines()[0]

@@ -1,7 +1,12 @@
-"""Fields of a job that contain the arguments of a row of a registry, and the models of these arguments.
+"""Fields of a job that contain the arguments of a row of a registry, and values that follow from a job.
 
-Also here: what a strategy declares about a job; the global batch of a step, and the micro-batches of a
-rank, as arithmetic.
+    ArgumentField, job_schema             these fields, and the models of the arguments
+    axes_of, has_model_parallel_ranks     what a strategy declares about a job
+    for_ranks, batch_size_at, samples_of_growth
+                                          the global batch of a step, and the micro-batches of a rank, as
+                                          arithmetic
+
+``job_schema`` includes the rows of other packages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
 """Base class of the sections of a job description, and types that several sections use.
 
-Also here: durations, positions and intervals of a training, in epochs, optimizer steps or samples; names of
-fields in previous versions, which are still read.
+    Section               base class of the sections
+    Duration              durations, positions and intervals of a training, in epochs, optimizer steps or
+                          samples
+    with_present_names, present_path, set_field
+                          names of fields in previous versions
+
+Names of fields in previous versions are still read.
 """
 
 from __future__ import annotations

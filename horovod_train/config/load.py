@@ -1,8 +1,7 @@
 """Load a job description from a file, the environment and ``--set``, and report all problems.
 
-Only this module handles a job as a plain dictionary.
-
-Also here: job descriptions that ship with this package, by name.
+Only this module handles a job as a plain dictionary. ``job_file`` finds the job descriptions that ship with
+this package by name.
 """
 
 from __future__ import annotations

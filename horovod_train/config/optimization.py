@@ -1,7 +1,4 @@
-"""Sections of the job description for the optimizer and its learning rate.
-
-Also here: sections of the job description for evaluations and checkpoints.
-"""
+"""Sections of the job description for the optimizer, its learning rate, evaluations and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""Conversion of pydantic's errors into readable problems with hints.
+"""Readable problems of job descriptions, and what they need of a job.
 
-Also here: fields of a job that name code of the user, as ``file.py:name`` or ``module:name``; job
-descriptions as flat tables of dotted paths.
+    explain, field_path   conversion of pydantic's errors into problems with hints
+    code_fields           fields of a job that name code of the user, as ``file.py:name`` or ``module:name``
+    flat                  job descriptions as flat tables of dotted paths
+
+There is one problem for each field that a validation error names.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Rules between fields of a job, which refuse unsupported combinations before anything starts.
 
 A rule checks a whole job and yields problems. To add a rule, write a function, and add it to ``RULES``.
-
-Also here: rules for the sections ``lr`` and ``optimizer`` and for the global batch; rules for paths of a
-job.
+Rules for the sections ``lr`` and ``optimizer`` and for the global batch are first, then those for paths of
+a job, then all others.
 """
 
 from __future__ import annotations

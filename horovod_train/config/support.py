@@ -1,21 +1,11 @@
 """What rows of registries declare: arguments, fields of the job that they do not support, and properties.
 
-Arrangement of ranks along a data, a pipeline and a tensor axis.
-
-    rank = (data x num_pipeline + pipeline) x num_tensor + tensor
-
-Consecutive ranks, usually of one host, are along the tensor axis, because it communicates most. The next axis
-is the pipeline axis, the outermost the data axis.
-
-Estimates of the memory that a rank needs under each strategy, from the sizes of a job.
-
-    resident  weights, buffers and optimizer state, which are allocated between steps
-    passes    resident + activations and gradients at the peak of forward and backward
-    update    resident + gradients + temporary tensors at the peak of the optimizer's step
-    peak      the larger of passes and update
-
-A strategy divides some of these sizes by the number of ranks that shard them, and adds copies of its own: its
-row declares how (``StrategySupport.memory``).
+    StrategySupport, CodecSupport, LauncherSupport, TrackerSupport, FrameworkSupport
+                         what a strategy, a codec, a launcher, a tracker or a framework declares
+    Axes                 arrangement of ranks along a data, a pipeline and a tensor axis
+    Batch, BatchSystem   settings of a batch job, and a batch system
+    Sizes, JobSizes      sizes of a job
+    estimate, needs      memory that a rank needs, from the sizes of a job
 
 ``rules.py`` checks arguments and refuses fields before anything starts.
 """
@@ -43,6 +33,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Axes:
     """Lengths of the axes.
+
+        rank = (data x num_pipeline + pipeline) x num_tensor + tensor
+
+    Consecutive ranks, usually of one host, are along the tensor axis, because it communicates most. The
+    next axis is the pipeline axis, the outermost the data axis.
 
     Attributes:
         data: Number of groups that read different samples.
@@ -497,6 +492,14 @@ class JobSizes:
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Memory that a rank needs, in bytes.
+
+        resident  weights, buffers and optimizer state, which are allocated between steps
+        passes    resident + activations and gradients at the peak of forward and backward
+        update    resident + gradients + temporary tensors at the peak of the optimizer's step
+        peak      the larger of passes and update
+
+    A strategy divides some of these sizes by the number of ranks that shard them, and adds copies of its
+    own: its row declares how (``StrategySupport.memory``).
 
     Attributes:
         weights: Parameters and buffers.

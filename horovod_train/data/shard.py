@@ -12,8 +12,8 @@ consecutive slices of (almost) equal length, so
 The slices of a step may differ by one sample, and a rank may have no sample in the last step. The loss of a
 micro-batch is therefore weighted by its part of the step's samples, computed without communication.
 
-Also here: one optimizer step of one rank: the samples that it reads, and their batches; start time of this
-rank's current wait for data.
+``planned_steps`` yields the optimizer steps of one rank: the samples that it reads, and their batches.
+``WAITING`` contains the start time of this rank's current wait for data.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""``events.jsonl``: the events of a run for programs, one per line, oldest first.
+"""Events in files: ``events.jsonl`` of a run, and transfer of events from ranks to the launcher or agent.
 
-Each line is a JSON object with ``time_unix_s``, ``rank`` (null: the launcher), ``kind``, and the fields of
-that kind (``types.py``). The size of the file is limited: before a line would exceed the limit, lines of the
-most frequent kind (usually progress) are thinned out until the file is half full. Readers
-parse the whole file, so that the number of its lines is limited, too.
+    ChannelWriter, ChannelReader   transfer of events, in files of the run folder on each host
+    EventsFile                     writer of ``events.jsonl``
+    read_events, parsed_records    readers of it
+    series_of                      series of steps and evaluations
+    places_to_keep, thinned        thinning of curves to the points that show what all of them show
 
-Transfer of events from ranks to the launcher or agent, in files of the run folder on each host.
+``events.jsonl`` contains the events of a run for programs, one per line, oldest first. Each line is a JSON
+object with ``time_unix_s``, ``rank`` (null: the launcher), ``kind``, and the fields of that kind
+(``types.py``). Readers parse the whole file, so that its size and the number of its lines are limited.
 
     rank: ChannelWriter -- <run folder>/events-<pid>-<number>.jsonl --> launcher or agent: ChannelReader
-
-Events are separate from the output of ranks, which may block or end in an unfinished line. Each file has one
-writer. The writer starts a new file when the current file is large, so that the reader may delete old files.
-
-Also here: series of steps and evaluations; thinning of curves to the points that show what all of them
-show.
 """
 
 from __future__ import annotations
@@ -41,7 +38,20 @@ MAX_READ_BYTES = 2**20
 
 
 class ChannelWriter:
-    """Writer of the events of this process, in the run folder."""
+    """Writer of the events of this process, in the run folder.
+
+    Events are separate from the output of ranks, which may block or end in an unfinished line. Each file
+    has one writer. The writer starts a new file when the current file is large, so that the reader may
+    delete old files.
+
+    Events are separate from the output of ranks, which may block or end in an unfinished line. Each file
+    has one writer. The writer starts a new file when the current file is large, so that the reader may
+    delete old files.
+
+    Events are separate from the output of ranks, which may block or end in an unfinished line. Each file
+    has one writer. The writer starts a new file when the current file is large, so that the reader may
+    delete old files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -212,6 +222,15 @@ class Record:
 
 class EventsFile:
     """Writer of an events file. If the disk is full, events are lost, and the job continues.
+
+    Before a line would exceed the limit of the file's size, lines of the most frequent kind (usually
+    progress) are thinned out until the file is half full. The number of lines is limited, too.
+
+    Before a line would exceed the limit of the file's size, lines of the most frequent kind (usually
+    progress) are thinned out until the file is half full. The number of lines is limited, too.
+
+    Before a line would exceed the limit of the file's size, lines of the most frequent kind (usually
+    progress) are thinned out until the file is half full. The number of lines is limited, too.
 
     Args:
         path: The file; events of earlier starts of the run are retained.

@@ -1,10 +1,13 @@
 """Conversion of events to lines of output, and parsing of the output of launchers and ranks.
 
+    as_text, summary_lines          events as human-readable text
+    Reporter                        writer of the events of one rank
+    Line, parse_line                a line of output, parsed
+    parse_targets, as_document      metrics endpoints of ranks, in the format of Prometheus' service
+                                    discovery
+
 A worker of ``horovod-train run`` writes events as marked JSON lines to the channel of the run
 (``file.py``), or else to its output. A worker that was started manually writes them as text.
-
-Also here: events as human-readable text; metrics endpoints of ranks, in the format of Prometheus' service
-discovery.
 """
 
 from __future__ import annotations

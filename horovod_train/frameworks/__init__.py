@@ -1,7 +1,14 @@
-"""Frameworks, one package each. Modules of this folder itself import no framework.
+"""Interface of frameworks, what several frameworks use, and the framework PyTorch.
 
-The packages have files of the same names: ``framework`` creates the objects of a job, ``task`` declares the
-interface of a task, ``replica`` contains the training step, ``collectives`` the communicator, ``exchange``
-the sum of lists of arrays over ranks. Other files are for one framework only, or for users' own scripts.
-Modules in this folder are used by several frameworks.
+    base           interface between the training loop and a framework, and tasks
+    reader         batches as NumPy arrays
+    exchange       sums of lists of gradients over ranks
+    devices        GPUs of ranks, and initialization of Horovod
+    plain_data     arrays and values as plain data, for checkpoints and comparisons
+    python_state   what training changes besides weights, buffers and the optimizer
+    callbacks      callbacks of a task in the training loop of Keras, Lightning or Transformers
+    torch          PyTorch
+
+Modules of this folder itself import no framework. The other frameworks are packages of
+``horovod_train.plugins``. In each package, ``framework`` creates the objects of a job.
 """

@@ -1,14 +1,15 @@
 """Interface between the training loop and frameworks. The loop imports no framework.
 
-A framework provides a ``Replica``: the model and optimizer of this rank, which performs optimizer steps and
-converts its state to plain arrays.
+    StepClock, StepOutcome   wall time of a step by phase, and the result of a step
+    Replica, Reader          model and optimizer of this rank, and reader of a dataset
+    Framework                a framework, for one job: creates the replica and the readers
+    Bridge                   a run, for a framework with its own training loop
+    load_task                imports the task of a job
+    make_optimizer           creates the optimizer of a job
 
-Tasks: users' classes with the methods that the framework calls. No base class is required.
-
-Every task has ``model()`` and ``train_data()``, and may have ``eval_data()``. The other methods depend on
-whether the task computes the loss; the module ``task`` of each framework's package lists them.
-
-Also here: creation of a job's optimizer.
+Tasks are users' classes with the methods that the framework calls. No base class is required. Every task
+has ``model()`` and ``train_data()``, and may have ``eval_data()``. The other methods depend on whether the
+task computes the loss; each framework lists them in an interface, such as ``TorchTask``.
 """
 
 from __future__ import annotations
@@ -138,7 +139,10 @@ class Dataset(Protocol):
 
 
 class Replica(Protocol):
-    """The model and optimizer of one rank."""
+    """The model and optimizer of one rank.
+
+    It performs optimizer steps, and converts its state to plain arrays.
+    """
 
     @property
     def lag_steps(self) -> int:

@@ -1,6 +1,10 @@
-"""Selection of the device of a rank.
+"""Selection of the device of a rank, and initialization of Horovod.
 
-Also here: initialization of Horovod in users' own training loops and scripts.
+    own_gpu, choose_gpu   the GPU of a rank
+    share_over_nccl       NCCL between ranks that share a GPU
+    join                  initialization of Horovod in users' own training loops and scripts
+
+Later calls of ``join`` return the same communicator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Sums of gradients over ranks, for frameworks whose backward pass returns all gradients at once.
 
-Assignment of gradients to buckets.
-
 Small gradients are copied into one contiguous buffer, a bucket, which one all-reduce sums, because each
 message has a fixed cost. A large gradient is sent alone, from its own memory, because its copy would cost
 more than the message. Buckets depend only on the order, dtypes and sizes of the gradients, so the order of

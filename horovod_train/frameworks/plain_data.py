@@ -1,11 +1,15 @@
 """Python values that checkpoints contain: numbers, text, arrays, random generators, and containers of them.
 
+    to_blob, from_blob, check_fits          NumPy arrays in checkpoints
+    sum_over_ranks, mean_over_ranks, ...    collectives for arrays that are not gradients
+    is_plain                                whether a checkpoint can contain a value
+    packed, unpacked                        a plain value as arrays of a checkpoint
+    encoded, decoded                        a plain value as JSON and arrays
+    fingerprint                             text by which values are compared over time and between ranks
+
 A value is saved as JSON and arrays (``checkpoint/arrays.py``). A value that JSON does not have is a
 dictionary with one reserved key, whose value is a list of its kind and its content. Types are compared
 exactly: a class that is derived from one may have state of its own, and methods that a check must not call.
-
-Also here: fingerprints of plain values, by which they are compared over time and between ranks; NumPy
-arrays in checkpoints, and collectives for arrays that are not gradients.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """State in Python: what training changes besides weights, buffers and the optimizer.
 
-Attributes of the task, of modules of the model and of data sets, class attributes and module variables of the
-user's code may change while a job trains: a counter, a temperature, a queue of embeddings, a generator. A
-resumed job must continue with them, and the loss must not depend on values that differ between ranks.
+    Walk            finds the objects whose attributes are state, by walking over attributes
+    PythonState     saves, compares and restores the state of the objects of a job
+    state_of_task   the state of a task, of its data sets, and of models
 
-Values that differ from those at the start are saved in each checkpoint, and compared between ranks. The
-attributes of an object are saved together or not at all: if one of them was replaced by something that a
-checkpoint cannot contain, such as an open file, the others may describe it.
+Attributes of the task, of modules of the model and of data sets, class attributes and module variables of
+the user's code may change while a job trains: a counter, a temperature, a queue of embeddings, a generator.
+A resumed job must continue with them, and the loss must not depend on values that differ between ranks.
 
-Objects whose attributes are state in Python, found by walking over attributes.
-
-Nothing here raises because of a user's object: what cannot be examined is opaque, and compared by identity.
+Values that differ from those at the start are saved in each checkpoint, and compared between ranks.
 """
 
 from __future__ import annotations
@@ -114,6 +112,15 @@ class Member:
 
 class Walk:
     """Walk over the objects of one root.
+
+    It does not raise because of a user's object: what cannot be examined is opaque, and compared by
+    identity.
+
+    It does not raise because of a user's object: what cannot be examined is opaque, and compared by
+    identity.
+
+    It does not raise because of a user's object: what cannot be examined is opaque, and compared by
+    identity.
 
     Attributes:
         objects: Members of each object by key, by the object's path.
@@ -352,6 +359,15 @@ Place = tuple[str, Path, Key]
 
 class PythonState:
     """State in Python of the objects of a job.
+
+    The attributes of an object are saved together or not at all: if one of them was replaced by something
+    that a checkpoint cannot contain, such as an open file, the others may describe it.
+
+    The attributes of an object are saved together or not at all: if one of them was replaced by something
+    that a checkpoint cannot contain, such as an open file, the others may describe it.
+
+    The attributes of an object are saved together or not at all: if one of them was replaced by something
+    that a checkpoint cannot contain, such as an open file, the others may describe it.
 
     Created when task, model and data sets exist and no step has been made.
 

@@ -1,9 +1,14 @@
 """Batches as NumPy arrays, in the order and sizes of the shard rule.
 
-PyTorch's reader uses fetches, seeds and loader processes of this module, too.
+    sample_seeds                seed of each sample
+    rng_state, load_rng_state   state of the generators of Python and NumPy and of a framework
+    fetches, Fetch              the requests to a dataset, one for each micro-batch
+    start_loader_server         fork server of loader processes
+    NumpyReader                 reader of a map-style dataset into NumPy arrays
+    Shards                      this rank's batches of arrays that every rank stores completely, for users'
+                                own training loops
 
-Also here: the state of random generators, those of Python and NumPy and those of a framework; this rank's
-batches of arrays that every rank stores completely, for users' own training loops.
+PyTorch's reader uses fetches, seeds and loader processes of this module, too.
 """
 
 from __future__ import annotations

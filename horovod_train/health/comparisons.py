@@ -1,15 +1,12 @@
-"""Check that replicas are identical: weights, buffers and optimizer state are bitwise equal on all ranks.
+"""Comparisons of ranks, and the check that results are finite.
 
-Check that all ranks have the same samples in the same order.
-
-Ranks split samples by their numbers. If a list of files has another order on one rank, for example because
-``os.listdir`` is not sorted, some samples are read twice and others never, without an error.
+    check_replicas_identical   weights, buffers and optimizer state are bitwise equal on all ranks
+    check_same_data            all ranks have the same samples in the same order
+    check_world                before training: the number of ranks is correct, and all ranks run the same
+                               job and code
+    SkipPolicy, FiniteGuard    handling of a loss or gradient that is not finite
 
 If the model is sharded, copies of the same shard are compared.
-
-Also here: handling of a loss or gradient that is not finite; the check before training that the number of
-ranks is correct and that all ranks run the same job and code, without which a difference may cause a hang
-or diverging weights.
 """
 
 from __future__ import annotations
@@ -243,6 +240,8 @@ SEVERAL_MODELS = (
 def check_world(job: Job, world: Communicator, environment: Mapping[str, str]) -> None:
     """Raise ``WorldError`` if the number of ranks is not the job's, or if ranks differ. Collective.
 
+    Without this check, a difference may cause a hang or diverging weights.
+
     Job, environment (``environment_fingerprint``: code, versions, engine) and clocks are compared.
     """
     wanted = job.launch.num_ranks
@@ -323,6 +322,15 @@ def check_same_data(
     world: Communicator, what: str, length: int, read: Callable[[Sequence[int]], Any], most: int = NUM_SAMPLES
 ) -> None:
     """Raise ``UserError`` on all ranks if lengths or samples of a data set differ between ranks. Collective.
+
+    Ranks split samples by their numbers. If a list of files has another order on one rank, for example
+    because ``os.listdir`` is not sorted, some samples are read twice and others never, without an error.
+
+    Ranks split samples by their numbers. If a list of files has another order on one rank, for example
+    because ``os.listdir`` is not sorted, some samples are read twice and others never, without an error.
+
+    Ranks split samples by their numbers. If a list of files has another order on one rank, for example
+    because ``os.listdir`` is not sorted, some samples are read twice and others never, without an error.
 
     Parts of a batch that differ between reads of the same rank (random augmentation with a generator that is
     not seeded) are not compared. If only texts differ, which may be paths on a host, a warning is logged.

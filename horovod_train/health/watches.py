@@ -1,16 +1,13 @@
 """Watchdog threads of a rank: long waits for data, a device or other ranks, and heartbeats of other ranks.
 
-Heartbeats of a rank, independent of MPI and Gloo. A frozen rank sends no heartbeats.
+    DataWatch, DeviceWatch, JoinWatch   watchdogs of long waits for data, of a GPU, and for ranks to join
+    start_heartbeat                     heartbeats of this rank, in a file
+    PeerWatch                           heartbeats of other ranks, for jobs without agents
 
-If a process is stopped, swaps, or is blocked in a network file system, its Horovod background thread is
-blocked, too, and so is Horovod's stall inspector. Therefore, each rank has a thread:
-
-* If ``horovod-train run`` started the rank, the thread writes the time to a file, which the agent on the host
-  reads (``launch/hosts/agent.py``).
-* Otherwise, the thread sends UDP datagrams to two other ranks, and monitors the two predecessors in the ring
-  of ranks. If one of them sends none for ``health.stall_shutdown_s`` while this rank waits in a collective,
-  this rank exits with an error, which ends the job. With Gloo, it first kills a frozen rank on the same host,
-  because horovodrun waits five seconds for each remaining rank to exit, and ten seconds for a frozen rank.
+Heartbeats are independent of MPI and Gloo. A frozen rank sends none. If a process is stopped, swaps, or is
+blocked in a network file system, its Horovod background thread is blocked, too, and so is Horovod's stall
+inspector. Therefore, each rank has a thread: if ``horovod-train run`` started the rank, that of
+``start_heartbeat``, otherwise that of ``PeerWatch``.
 """
 
 from __future__ import annotations
@@ -251,6 +248,15 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104  (the address by which other hosts reach th
 def start_heartbeat(folder: Path, rank: int) -> None:
     """Start a thread that writes the time to a heartbeat file until the process exits.
 
+    If ``horovod-train run`` started the rank, the agent on the host reads the file
+    (``launch/hosts/agent.py``).
+
+    If ``horovod-train run`` started the rank, the agent on the host reads the file
+    (``launch/hosts/agent.py``).
+
+    If ``horovod-train run`` started the rank, the agent on the host reads the file
+    (``launch/hosts/agent.py``).
+
     The agent deletes the file when the process has ended: a rank may also freeze while it exits.
 
     Args:
@@ -281,6 +287,24 @@ def heartbeat_file(rank: int, pid: int) -> str:
 
 class PeerWatch:
     """Watchdog that monitors the heartbeats of peer ranks, for jobs without agents.
+
+    Its thread sends UDP datagrams to two other ranks, and monitors the two predecessors in the ring of
+    ranks. If one of them sends none for ``health.stall_shutdown_s`` while this rank waits in a collective,
+    this rank exits with an error, which ends the job. With Gloo, it first kills a frozen rank on the same
+    host, because horovodrun waits five seconds for each remaining rank to exit, and ten seconds for a
+    frozen rank.
+
+    Its thread sends UDP datagrams to two other ranks, and monitors the two predecessors in the ring of
+    ranks. If one of them sends none for ``health.stall_shutdown_s`` while this rank waits in a collective,
+    this rank exits with an error, which ends the job. With Gloo, it first kills a frozen rank on the same
+    host, because horovodrun waits five seconds for each remaining rank to exit, and ten seconds for a
+    frozen rank.
+
+    Its thread sends UDP datagrams to two other ranks, and monitors the two predecessors in the ring of
+    ranks. If one of them sends none for ``health.stall_shutdown_s`` while this rank waits in a collective,
+    this rank exits with an error, which ends the job. With Gloo, it first kills a frozen rank on the same
+    host, because horovodrun waits five seconds for each remaining rank to exit, and ten seconds for a
+    frozen rank.
 
     Args:
         world: The communicator. Construction is collective.

@@ -1,6 +1,10 @@
-"""Horovod's bindings: it has a library of its own for each of three frameworks.
+"""Horovod's bindings, and counters of the engine.
 
-Also here: counters of the engine: bytes and time of all-reduces on CPUs (patch 0017) and GPUs (patch 0021).
+    Binding                  a binding
+    allreduce_counters       bytes and time of all-reduces on CPUs (patch 0017)
+    gpu_allreduce_counters   bytes and time of all-reduces on GPUs (patch 0021)
+
+Horovod has a library of its own for each of three frameworks.
 """
 
 from __future__ import annotations

@@ -4,11 +4,15 @@
                           no: sdist -> checksum -> patches -> compile -> strip, relocate -> cache
 
 The last release of Horovod (2023) does not compile with current frameworks. Its source is downloaded from
-PyPI and patched; ``patches/`` documents each change. The wheel's libraries find the frameworks by
-relative paths, so every environment and host with the same versions, and an MPI library of the same ABI, can
-use one wheel. The path of the MPI library is set when the wheel is installed.
+PyPI and patched; ``patches/`` documents each change. The wheel's libraries find the frameworks by relative
+paths, so every environment and host with the same versions, and an MPI library of the same ABI, can use one
+wheel. The path of the MPI library is set when the wheel is installed.
 
-Also here: patches of Horovod's source, and the source of the loopback library that is added to its wheel.
+    make_plan, BuildPlan         all inputs of a wheel, for this environment and machine
+    build, install               the wheel of a plan, and its installation
+    patch_files, apply_patches   patches of Horovod's source
+    own_patches                  checksums of the patches and of the source of the loopback library, which
+                                 is added to the wheel
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""The MPI library of the engine: found by its compiler wrapper, identified, and recorded.
+"""The MPI library of the engine, the installed engine, and the launcher that started this process.
 
-    mpicxx (--mpi, or PATH, or this environment) -> trial link -> library, ABI -> name and version -> record
+    installed_plan, horovod_folder         build plan and location of the installed Horovod, without
+                                           importing it
+    find_mpi, record_mpi, installed_mpi    the MPI library of the engine: found by its compiler wrapper,
+                                           identified, and recorded
+    started_by, number_of                  the launcher that started this process, from its environment
+                                           variables
+    refuse_other_launchers, require_world  refuse starts in which each process would train the whole job
 
 Ranks use the MPI library with which the engine was installed. Its name is that of the library, and not of
 ``mpirun``, because some MPI libraries are started by the launcher of a batch system.
-
-The launcher that started this process, from its environment variables.
-
-Ranks that were started by a launcher of another MPI library would each initialize as a world of one rank, and
-train the whole job. That is refused before a framework is imported.
-
-Also here: location and build plan of the installed Horovod, without importing it.
 """
 
 from __future__ import annotations
@@ -167,6 +166,8 @@ def _prepended(folder: Path, paths: str) -> str:
 
 def find_mpi(wanted: Path | None = None) -> Mpi | None:
     """Return the MPI library whose compiler wrapper is found first; None: there is none.
+
+    mpicxx (--mpi, or PATH, or this environment) -> trial link -> library, ABI -> name and version -> record
 
     Args:
         wanted: Compiler wrapper, or the folder of an installation; None: the first wrapper on the PATH
@@ -420,6 +421,15 @@ def number_of(environ: Mapping[str, str], what: str, alone: int) -> int:
 
 def refuse_other_launchers(environ: Mapping[str, str]) -> None:
     """Refuse a start in which each process would be a world of one rank, before Horovod is initialized.
+
+    Ranks that were started by a launcher of another MPI library would each initialize as a world of one
+    rank, and train the whole job. That is refused before a framework is imported.
+
+    Ranks that were started by a launcher of another MPI library would each initialize as a world of one
+    rank, and train the whole job. That is refused before a framework is imported.
+
+    Ranks that were started by a launcher of another MPI library would each initialize as a world of one
+    rank, and train the whole job. That is refused before a framework is imported.
 
     Raises:
         UserError: The launcher does not belong to the engine's MPI library.

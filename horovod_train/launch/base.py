@@ -1,9 +1,12 @@
 """Launch requests, launch plans, and the interface of launchers.
 
+    LaunchRequest, LaunchPlan    job and folders of a launch, and its command, environment and files
+    JobStatus, Submitted         status and record of a submitted job
+    Launcher, PolledLauncher     interface of launchers, and base class of those that poll the status
+    find_program, call           programs of the system, such as those of a batch system
+
 A launcher converts a job into a ``LaunchPlan``: one command, its additional environment variables, and its
 files. ``--dry-run`` prints the plan, and does nothing else.
-
-Also here: calls of programs of the system, such as those of a batch system.
 """
 
 from __future__ import annotations

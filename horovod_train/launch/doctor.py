@@ -1,6 +1,10 @@
 """Examination of hosts, and of the network between them with a benchmark of all-reduces.
 
-Also here: findings about the network from a benchmark of all-reduces, and the history of its results.
+    examine_hosts                findings about hosts
+    examine_network, judge       the benchmark, and findings about the network from it
+    AllreduceBenchmark, History  results of a benchmark, and of earlier ones
+
+Earlier results are those with the same hosts, numbers of ranks and controller.
 """
 
 from __future__ import annotations

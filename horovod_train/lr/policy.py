@@ -1,7 +1,8 @@
 """The learning rate as a pure function of progress and global batch.
 
 The rate of a step depends only on the epochs passed (a fraction, independent of the number of steps), the
-global batch and the job's ``lr`` section. A job that resumes on another number of ranks has the correct rate.
+global batch and the job's ``lr`` section. A job that resumes on another number of ranks has the correct
+rate.
 
 .. code-block:: text
 
@@ -16,9 +17,10 @@ global batch and the job's ``lr`` section. A job that resumes on another number 
 Two inputs are measured during training, are equal on all ranks, and are stored in checkpoints: the gain of
 AdaScale and the factor of ``decay: plateau``.
 
-Also here: schedules of an optimizer's arguments, such as momentum and weight decay; text charts of a
-schedule, for the terminal; arguments of a job's optimizer, scaled to the global batch by the rules of
-``lr``.
+    LearningRatePolicy   the learning rate of a job
+    ArgumentSchedules    schedules of an optimizer's arguments, such as momentum and weight decay
+    ArgumentScaling      arguments of a job's optimizer, scaled to the global batch by the rules of ``lr``
+    chart                text charts of a schedule, for the terminal
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
-"""History of a run, read incrementally from its ``events.jsonl``.
+"""History of a run.
 
-Also here: progress and slow ranks of a run, as lines for a terminal.
+    History, HistoryReader   the state of a run, and its incremental reader
+    read_recent              the history from the last events of a run
+    summary_lines            progress and slow ranks of a run, as lines for a terminal
+
+The history is read incrementally from ``events.jsonl`` of the run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
 """Scrape the metrics of ranks, as Prometheus does, and compute their increase between two scrapes.
 
-Also here: times of ranks as a series of time windows; detection of slow ranks and slow phases, by the rule
-of the alert HorovodTrainStraggler (``rules.py``).
+    Window, RankSeries          times of ranks as a series of time windows
+    Access, access_of           credentials for scraping ranks
+    scrape, scrape_all          values of one rank, and of all ranks
+    window_between              increase of counters between two scrapes
+    Straggler, stragglers       slow ranks and slow phases
+
+Slow ranks are detected by the rule of the alert HorovodTrainStraggler (``rules.py``).
 """
 
 from __future__ import annotations

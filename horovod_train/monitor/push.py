@@ -1,9 +1,11 @@
-"""Upload dashboards to Grafana through its HTTP API.
+"""Grafana dashboards and the rule file for Prometheus of this package, and their upload to Grafana.
 
-Three requests are sufficient, and client libraries install HTTP stacks that replace ``urllib3``, which the
-Kubernetes client requires.
+    push_dashboards   uploads dashboards through Grafana's HTTP API
+    dashboards        the dashboards in this package
+    rules_file        the rule file for Prometheus
 
-Also here: Grafana dashboards in this package, and the rule file for Prometheus.
+Three requests are sufficient for an upload, and client libraries install HTTP stacks that replace
+``urllib3``, which the Kubernetes client requires.
 """
 
 from __future__ import annotations

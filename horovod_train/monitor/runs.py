@@ -1,9 +1,10 @@
-"""Runs in folders: their location, status and history.
+"""Runs in folders: their location, status and history, and metrics of jobs.
 
-Metrics of jobs, such as state and restarts, from their run folders.
+    Run, Runs                      a run in a run folder, and all runs in some folders
+    folders_of_runs, places_of     run folders below a folder, and folders that arguments specify
+    JobCollector, JobReading       metrics of jobs, such as state and restarts, from their run folders
 
-Ranks cannot export them, because a failed job has no running ranks. ``horovod-train targets serve`` exports
-them for the newest run of each job, and for earlier runs that changed within ``RECENT_S``.
+Run folders may be one or two levels below the folder that an argument names.
 """
 
 from __future__ import annotations
@@ -316,7 +317,12 @@ def reportable_runs(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
 
 
 class JobCollector(Collector):
-    """Collector that reads the state of jobs on each scrape."""
+    """Collector that reads the state of jobs on each scrape.
+
+    Ranks cannot export these metrics, because a failed job has no running ranks. ``horovod-train targets
+    serve`` exports them for the newest run of each job, and for earlier runs that changed within
+    ``RECENT_S``.
+    """
 
     def __init__(self, runs: Runs, metrics: tuple[Metric, ...] = JOB_CATALOG) -> None:
         self._runs = runs

@@ -1,6 +1,11 @@
 """Data of the web page as JSON, computed from runs.
 
-Also here: runs to display: runs in run folders, and runs of which only metrics endpoints are known.
+    DisplayedRun, ScrapedRun   runs to display: those in run folders, and those whose ranks are scraped
+    Board                      all runs to display, with a background thread that scrapes their ranks
+    job_row, run_document, curves_document
+                               the list of jobs, one run, and curves of a run
+
+Of a scraped run, only metrics endpoints are known.
 """
 
 from __future__ import annotations

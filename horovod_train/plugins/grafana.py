@@ -1,4 +1,7 @@
-"""Generate the files in shipped/. Usage: ``python -m horovod_train.plugins.grafana``."""
+"""Generate Grafana's dashboards and Prometheus's rules in ``horovod_train/monitor/shipped``.
+
+Usage: ``python -m horovod_train.plugins.grafana``.
+"""
 
 from __future__ import annotations
 

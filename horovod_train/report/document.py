@@ -1,8 +1,13 @@
-"""Sections, tables and charts of a report, independent of the output format.
+"""Reports of runs: contents, and output as HTML and Markdown.
 
-Also here: contents of a report, read from run folders: the same files give the same contents; reports as
-one HTML file that contains its scripts, styles and data, and loads nothing; reports as Markdown (GitHub's
-dialect).
+    RunRecord, read_run            what a report uses of a run
+    Text, Table, Chart, Section    parts of a report, independent of the output format
+    report_of                      contents of a report, read from run folders
+    as_html                        one HTML file
+    as_markdown                    Markdown (GitHub's dialect)
+
+The same files give the same contents. The HTML file contains its scripts, styles and data, and loads
+nothing.
 """
 
 from __future__ import annotations

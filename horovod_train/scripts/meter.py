@@ -1,10 +1,11 @@
 """Measurement of a script's training from outside: steps, their phases, samples and bytes of one rank.
 
+    StepMeter        the measurement
+    watch_joining    instrumentation of ``hvd.init()``
+
 A step ends when the optimizer has updated the weights. Instrumented calls divide its time into phases:
 reading a batch, backward passes, waiting for Horovod. The time of evaluations between steps is excluded. An
 error in the instrumentation ends the measurement, never the script.
-
-Also here: instrumentation of ``hvd.init()`` for scripts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """HTTP API of jobs, version 1: submit, list, observe and end the jobs of the server's account.
 
+    Submission, JobDocument, ...   JSON documents of the API
+    stream                         streams of a job's events and output as server-sent events (WHATWG HTML,
+                                   section 9.2)
+    JobsApi                        the endpoints
+
 It has no database: each request reads run folders, launchers and the records of submitted jobs. Its OpenAPI
 document is ``/api/v1/openapi.json``.
-
-Also here: JSON documents of the HTTP API; streams of a job's events and output as server-sent events
-(WHATWG HTML, section 9.2).
 """
 
 from __future__ import annotations

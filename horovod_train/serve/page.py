@@ -1,4 +1,9 @@
-"""The web page: its assets, and its data as JSON. No external assets.
+"""The web page and the endpoints for Prometheus.
+
+    Page, PageServer, serve_page   the web page: its assets, and its data as JSON; no external assets
+    http_sd                        targets for Prometheus' HTTP service discovery
+    add_targets, serve_targets     endpoints for Prometheus: /targets for ``http_sd_configs``, and /metrics
+                                   with the metrics of jobs
 
 /                   the page; a request with the token sets a cookie for later requests
 /page.js, ...       assets of the page; Plotly is read from its Python package
@@ -9,9 +14,6 @@
 /page/report?key=   a report of one or several runs, as a file
 /api/v1/            the HTTP API (``api.py``), which also ends jobs for the page
 /targets, /metrics  for Prometheus
-
-Also here: endpoints for Prometheus: /targets for ``http_sd_configs``, and /metrics with the metrics of
-jobs; targets for Prometheus' HTTP service discovery.
 """
 
 from __future__ import annotations

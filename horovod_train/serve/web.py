@@ -1,15 +1,12 @@
 """Base of the HTTP servers: authorization, limits of requests, and the server thread.
 
+    Tokens, read_tokens   tokens of the server, and what each of them allows
+    Guard, application    rejection of unauthorized requests, and an application with guarded requests
+    RateLimit             rate limit of one token
+    Tls, Server           certificate of the server, and the server in its own thread
+
 Requests must contain a token, because login nodes are shared and the loopback address is not private.
 Requests from pages of another origin and requests with an unknown host name are rejected.
-
-Tokens of the HTTP server, and what each of them allows.
-
-A token file has one token per line, after its role; lines that start with # are comments:
-
-    # notebooks
-    read 6f1c0d4e8b...
-    submit 94be77a2c1...
 """
 
 from __future__ import annotations
@@ -153,6 +150,12 @@ def _version(file: Path | None) -> tuple[int, int, int] | None:
 
 def read_tokens(file: Path) -> list[tuple[Role, str]]:
     """Return the tokens of a file with their roles.
+
+    A token file has one token per line, after its role; lines that start with # are comments:
+
+        # notebooks
+        read 6f1c0d4e8b...
+        submit 94be77a2c1...
 
     Raises:
         UserError: The file cannot be read, is readable by other users, or has an invalid line.

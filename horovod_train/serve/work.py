@@ -1,10 +1,11 @@
-"""Files of a task that are uploaded with a job.
+"""What the HTTP API works with: files of tasks, statuses of jobs, and threads.
 
-They are stored below ``run_dir/<name>``, in a folder whose name is a hash of their names and contents. They
-are text; nothing in them is executed by the server.
+    job_with_files   files of a task that are uploaded with a job
+    Statuses         cache of job statuses
+    Threads          threads of the HTTP API, by kind of work, so that slow work of one kind does not block
+                     the others
 
-Also here: cache of job statuses, because queries of Slurm and Kubernetes are slow; threads of the HTTP API,
-by kind of work, so that slow work of one kind does not block the others.
+Statuses are cached because queries of Slurm and Kubernetes are slow.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ def job_with_files(
     job: Mapping[str, object], overrides: Mapping[str, object], files: Mapping[str, str]
 ) -> Job:
     """Store files below ``run_dir/<name>``, and return the job, whose task may be one of them.
+
+    The name of the folder of the files is a hash of their names and contents. They are text; nothing in
+    them is executed by the server.
 
     Args:
         job: Job description; relative paths of tasks refer to the files.

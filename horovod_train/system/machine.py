@@ -1,6 +1,10 @@
-"""Cores and memory that are available to this process, within the limits of containers and batch systems.
+"""Resources of this process, and optional packages.
 
-Also here: import of optional packages; versions of installed packages.
+    usable_cores, usable_memory_bytes   cores and memory that are available to this process, within limits
+    import_optional                     import of optional packages
+    versions_with                       versions of installed packages
+
+Limits are those of containers and batch systems.
 """
 
 from __future__ import annotations

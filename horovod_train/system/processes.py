@@ -1,11 +1,12 @@
-"""Identity of processes across hosts, containers and reuse of process IDs.
+"""Processes of this host: their identity, their end, cores, background threads and signals.
 
-Binding of ranks to cores.
+    own_identity, is_alive, kill           identity across hosts, containers and reuse of process IDs
+    end_children                           termination of child processes
+    choose_cores, bind                     binding of ranks to cores
+    background_thread                      background threads
+    preserved_handlers, exit_code_of       signals
 
-Without binding, threads migrate between cores and NUMA nodes, which reduces memory bandwidth. Each rank binds
-itself before any library starts threads, so that the binding is the same under every launcher.
-
-Meaning of each signal.
+Meaning of each signal:
 
     signal      to `horovod-train run`, or its batch scripts           to a rank
     SIGUSR1     request ranks to save and exit, wait without limit     save and exit, with all ranks
@@ -16,14 +17,12 @@ Meaning of each signal.
 
 Grid Engine sends SIGUSR2 to all processes of a job, and SIGKILL later.
 
-After one of the last three, SIGTERM or SIGINT kills all ranks at once. A second SIGHUP has no effect, because
-a closed terminal sends two.
+After one of the last three, SIGTERM or SIGINT kills all ranks at once. A second SIGHUP has no effect,
+because a closed terminal sends two.
 
 The request to ranks is SIGUSR1: launchers forward or ignore it, whereas SIGTERM makes launchers kill their
 ranks. Loader processes of a rank block SIGTERM and end with their rank. SIGINT and SIGHUP remain ignored if
 they are ignored at the start, as set by `nohup` and by shells that start a program in the background.
-
-Also here: termination of child processes; background threads; signals.
 """
 
 from __future__ import annotations
@@ -162,7 +161,11 @@ def choose_cores(
 
 
 def bind(mode: Literal["auto", "none", "cores", "numa"], environ: Mapping[str, str] = os.environ) -> None:
-    """Bind this process to cores, according to the environment variables of its launcher."""
+    """Bind this process to cores, according to the environment variables of its launcher.
+
+    Without binding, threads migrate between cores and NUMA nodes, which reduces memory bandwidth. Each rank
+    binds itself before any library starts threads, so that the binding is the same under every launcher.
+    """
     for rank, size in _LOCAL:
         if rank in environ and size in environ:
             allowed = frozenset(os.sched_getaffinity(0))

@@ -1,6 +1,6 @@
 """Classification of scikit-learn's bundled handwritten digits with a small convolutional network.
 
-Also here: the handwritten digits of scikit-learn, read without importing it, because the import takes long.
+``digit_images`` reads the digits without importing scikit-learn, because the import takes long.
 """
 
 from __future__ import annotations

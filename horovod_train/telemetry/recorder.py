@@ -1,23 +1,14 @@
 """Prometheus metrics of one rank.
 
-Recording a step takes a few microseconds, because steps are buffered, and metrics are updated for many steps
-at a time or on a scrape. An update after each step would take several times as long, because the step has
-evicted the data of the metrics from the CPU caches.
+    Recorder, SampledRegistry     the metrics of a rank, updated with buffered records and samplers
+    open_recorder, serve          recorder and exporter of a rank
+    write_last_metrics, push_last_metrics
+                                  export of the last metrics
+    record_scaling_baseline       baseline of the scaling efficiency: the throughput of a finished run of
+                                  the same job on one rank
+    attribute_waiting             attribution of waiting to ranks
 
-Attribution of waiting to ranks, from the time that each rank waited in the all-reduce of a step.
-
-Clocks of hosts are not compared. All ranks exit an all-reduce at the same time, so the rank with the shortest
-wait arrived last, and its wait is the time of the communication. For n ranks with waits w1 <= w2 <= ... <= wn
-(rank 1 arrived last):
-
-    communication        w1
-    waiting of rank i    wi - w1
-    waited for           between the arrivals of ranks i + 1 and i, n - i ranks waited for i missing ranks;
-                         each missing rank is charged with (n - i) (w[i+1] - wi) / i
-
-Also here: the metrics of a rank: samplers, exporter, and export of the last metrics, because a job may be
-shorter than the time between two scrapes; the baseline of the scaling efficiency: the throughput of a
-finished run of the same job on one rank; charges of waiting, whose sum is that of the waiting.
+The last metrics are exported because a job may be shorter than the time between two scrapes.
 """
 
 from __future__ import annotations
@@ -73,7 +64,16 @@ Sampler = Callable[[], object | None]
 
 
 class Recorder:
-    """Recorder of the metrics of one rank, with its own registry."""
+    """Recorder of the metrics of one rank, with its own registry.
+
+    Recording a step takes a few microseconds, because steps are buffered, and metrics are updated for many
+    steps at a time or on a scrape. An update after each step would take several times as long, because the
+    step has evicted the data of the metrics from the CPU caches.
+
+    Recording a step takes a few microseconds, because steps are buffered, and metrics are updated for many
+    steps at a time or on a scrape. An update after each step would take several times as long, because the
+    step has evicted the data of the metrics from the CPU caches.
+    """
 
     def __init__(
         self,
@@ -459,6 +459,18 @@ Floats = npt.NDArray[np.float64]
 
 def attribute_waiting(wait_times_s: Floats) -> tuple[Floats, Floats, Floats]:
     """Return waiting, waited for, and communication.
+
+    The attribution uses the time that each rank waited in the all-reduce of a step. Clocks of hosts are not
+    compared. All ranks exit an all-reduce at the same time, so the rank with the shortest wait arrived
+    last, and its wait is the time of the communication. For n ranks with waits w1 <= w2 <= ... <= wn (rank
+    1 arrived last):
+
+        communication        w1
+        waiting of rank i    wi - w1
+        waited for           between the arrivals of ranks i + 1 and i, n - i ranks waited for i missing
+                             ranks; each missing rank is charged with (n - i) (w[i+1] - wi) / i
+
+    The sum of the charges is that of the waiting.
 
     Args:
         wait_times_s: Wait of each rank in the all-reduce of each step, shape [steps, ranks].

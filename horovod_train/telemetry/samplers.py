@@ -1,11 +1,10 @@
-"""Sampler of the memory of this process.
+"""Samplers of the memory of this process and of a rank's GPU.
 
-Sampler of a rank's GPU through NVML.
+    read_memory                memory of this process
+    gpu_sampler, GpuSampler    a rank's GPU, through NVML
+    peak_flops                 peak dense FLOP/s of GPUs
 
-GPUs are identified by UUID, because CUDA and NVML number them differently. Values that a GPU or its driver
-does not support are omitted: for example, consumer GPUs have no ECC, and virtual GPUs report no power.
-
-Also here: peak dense FLOP/s of GPUs, from NVIDIA's data sheets.
+Peak FLOP/s are from NVIDIA's data sheets.
 """
 
 from __future__ import annotations
@@ -51,6 +50,10 @@ THROTTLE_REASONS = {
 
 class GpuSampler:
     """Sampler of one GPU.
+
+    GPUs are identified by UUID, because CUDA and NVML number them differently. Values that a GPU or its
+    driver does not support are omitted: for example, consumer GPUs have no ECC, and virtual GPUs report no
+    power.
 
     Args:
         library: The module ``pynvml``, from nvidia-ml-py.

@@ -1,6 +1,12 @@
-"""Experiment trackers of a run, each in its own thread, on rank 0.
+"""Experiment trackers of a run, which store losses and metrics of runs for comparison.
 
-Also here: interface of experiment trackers, which store losses and metrics of runs for comparison.
+    Tracker                        interface of experiment trackers
+    TrackerThread, Trackers        the trackers of a run, and the thread of each
+    OneValuePerStep                rule of trackers that cannot replace values
+    open_trackers, make_tracker    create the trackers of a job
+    history_of                     values in the events of all runs of a job
+
+Each tracker has its own thread, on rank 0.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The training loop: epochs, steps, evaluation.
 
-Each stage of the loop is a function. A framework with its own loop (Keras, Lightning, Transformers) calls the
-same functions at the same points, through ``LoopBridge``.
+    train        trains to the end of the job
+    evaluate     the mean of each metric over all evaluation samples
+    LoopBridge   interface of a run for a framework with its own loop
 
-Also here: the interface of a run for a framework with its own training loop, which calls the stages of this
-module.
+Each stage of the loop is a function. A framework with its own loop (Keras, Lightning, Transformers) calls
+the same functions at the same points, through ``LoopBridge``.
 """
 
 from __future__ import annotations

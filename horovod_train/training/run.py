@@ -1,18 +1,15 @@
 """State of one rank's training run.
 
-Actions that hooks return; None: continue.
+    Progress, plan_epoch     the plain numbers from which a job resumes, and the remaining steps in an epoch
+    ExitPreempted, Stop, RestoreCheckpoint
+                             actions that hooks return; None: continue
+    StepReport               description of a step for hooks
+    PendingSteps             queue of steps whose results are pending
+    Callbacks, Run           methods that the loop calls, and the run
 
-A hook must return the same action at the same step on every rank. It derives the action from values that are
-equal on all ranks (losses, metrics, progress) or that were exchanged. Only the first action is performed.
-
-Queue of steps whose results are pending.
-
-On a CPU, loss, gradient norm and phases are available after the step. On a device, they become available
-while later steps run, and the host must not wait for them in each step. Code that requires the results
-(before a save, at the end of an epoch) waits for all pending steps.
-
-Also here: progress of training: the plain numbers from which a job resumes; plan of a rank's remaining
-steps in an epoch.
+A hook must return the same action at the same step on every rank. It derives the action from values that
+are equal on all ranks (losses, metrics, progress) or that were exchanged. Only the first action is
+performed.
 """
 
 from __future__ import annotations
@@ -275,6 +272,10 @@ class StepReport:
 
 class PendingSteps:
     """Steps whose results have not been passed to hooks yet.
+
+    On a CPU, loss, gradient norm and phases are available after the step. On a device, they become
+    available while later steps run, and the host must not wait for them in each step. Code that requires
+    the results (before a save, at the end of an epoch) waits for all pending steps.
 
     Results are delivered ``lag_steps`` steps later. The delay is fixed and does not depend on availability,
     because all ranks must act on a result after the same step.

@@ -1,15 +1,15 @@
 """PyTorch on Horovod.
 
 framework.py   creates the components of a job
-task.py        the interface of a user's task
-reader.py      batches from a dataset
+task.py        the interface of a user's task; batches from a dataset
 device.py      the rank's GPU, and random generators
+memory.py      estimates of memory
+sizes.py       units of a model, counts of FLOPs, and choice of the layers that recompute activations
 comm/          communication between ranks
 codecs/        gradient codecs
 strategies/    parallelism strategies
 step/          the training step
 state/         weights, buffers and optimizer state as arrays of a checkpoint
-sizes/         estimates of memory and FLOPs
 verify/        comparison of a strategy's steps with those of the plain model
 """
 

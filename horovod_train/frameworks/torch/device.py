@@ -1,6 +1,7 @@
-"""The GPU of this rank, and random generators, for frameworks based on PyTorch.
+"""The GPU of this rank, for frameworks based on PyTorch.
 
-Also here: errors for exhausted memory and failed GPUs, with hints on settings of the job.
+TorchBased     GPU and random generators of a rank
+device_error   errors for exhausted memory and failed GPUs, with hints on settings of the job
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Activation checkpointing: choose the layers that recompute their activations, given a memory budget.
+"""Units of a model, and what a step of it costs: FLOPs, and activations that are saved for backward.
 
-The bytes that a forward pass saves for backward are added up per layer, with fake tensors. A layer that
-recomputes saves only its inputs; its activations exist again while its backward pass runs.
+    FlopCounter           floating-point operations: counted in one step, scaled by the samples of each step
+    units_of              modules that are gathered, recomputed, or assigned to a rank as a whole
+    units_to_shard        the units that FSDP gathers separately
+    saved_activations     bytes that a forward pass saves for backward, by layer, with fake tensors
+    layers_to_recompute   activation checkpointing: choice of the layers, given a memory budget
 
-Also here: floating-point operations of a step: counted in one step, then scaled by the samples of each
-step; units of a model: modules that are gathered, recomputed, or assigned to a rank as a whole; estimates
-of memory and FLOPs, and selection of the modules that are sharded or recomputed as units.
+``memory.py`` estimates the memory of a job with these numbers.
 """
 
 from __future__ import annotations
@@ -234,6 +235,8 @@ def saved_activations(model: torch.nn.Module, loss: Callable[[], object]) -> Sav
 
 def layers_to_recompute(kept: SavedActivations, budget_mib: float) -> list[str]:
     """Return the shortest list of layers, from the first on, whose recomputation meets the budget.
+
+    A layer that recomputes saves only its inputs; its activations exist again while its backward pass runs.
 
     Raises:
         UserError: No such list meets the budget.

@@ -1,17 +1,9 @@
-"""The interface of a user's task for PyTorch.
+"""The interface of a user's task for PyTorch, and batches from its datasets.
 
-class MyTask:
-    def model(self): ...                   a torch.nn.Module
-    def train_data(self): ...              a dataset with __len__ and __getitem__
-    def loss(self, model, batch): ...      mean loss over the samples of a batch, or a sum and a count
-
-    def eval_data(self): ...               optional: data for evaluation
-    def metrics(self, model, batch): ...   optional: {name: one value per sample}
-    def param_groups(self, model): ...     optional: optimizer groups, each may have an lr_scale
-    def after_update(self, model): ...     optional: changes weights after each update
-    def pipeline_parts(self, model): ...   optional: modules that form the model, for pipeline parallelism
-
-Also here: reader of batches from a dataset, in the order and sizes that ``data/shard.py`` defines.
+TorchTask     the interface of a task
+checked_loss  the loss of a task, if its gradient can be computed
+TorchReader   reader of batches from a dataset, in the order and sizes that ``data/shard.py`` defines
+Placement     device and memory format of batches
 """
 
 from __future__ import annotations
@@ -50,7 +42,20 @@ OPTIONAL = ("eval_data", "metrics", "param_groups", "after_update", "pipeline_pa
 
 
 class TorchTask(Protocol):
-    """The required methods of a task."""
+    """The required methods of a task.
+
+    A task is a class with these methods. The optional ones are not in the protocol.
+
+        class MyTask:
+            def model(self): ...                  a torch.nn.Module
+            def train_data(self): ...             a dataset with __len__ and __getitem__
+            def loss(self, model, batch): ...     mean loss over the samples, or a sum and a count
+            def eval_data(self): ...              optional: data for evaluation
+            def metrics(self, model, batch): ...  optional: {name: one value per sample}
+            def param_groups(self, model): ...    optional: optimizer groups, each may have an lr_scale
+            def after_update(self, model): ...    optional: changes weights after each update
+            def pipeline_parts(self, model): ...  optional: modules that form the model, for pipelines
+    """
 
     def model(self) -> torch.nn.Module:
         """Return a new model, on the CPU."""

@@ -1,9 +1,12 @@
 """Hosts of a run: connections, actions on all hosts, monitoring, and cleanup.
 
-Actions on this machine run in this process; actions on other hosts run in an agent, over ssh.
+    HostGroup                the hosts of a run, with one connection for each
+    LocalHost, RemoteHost    connections to this machine, and to the agent of another host
+    reach_all, connect_all   connect to all hosts in parallel
+    ping_hosts               detects hosts that stop responding
+    ssh_config, explain      the ssh configuration of a run, and explanations of ssh errors
 
-Also here: detection of hosts that stop responding; the ssh configuration of a run, and explanations of ssh
-errors.
+Actions on this machine run in this process. Actions on other hosts run in an agent, over ssh.
 """
 
 from __future__ import annotations

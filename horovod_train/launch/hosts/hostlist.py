@@ -1,7 +1,10 @@
-"""Host lists and hostfiles: the hosts of a job, and their numbers of ranks.
+"""Host lists and hostfiles: the hosts of a job, their numbers of ranks, and their network interfaces.
 
-Also here: the network interface of ranks on a host: the requested one, or that of ssh or of the route to
-other hosts; each library reads only its own variables for it, so that they are set for all of them.
+    Host, hosts_of               a host, and the hosts of a job
+    read_hostfile, parse_hosts   hosts in a hostfile, and in a list of hosts
+    choose, Chosen               the network interface of ranks on a host
+
+In a hostfile, a host without ``slots`` has one slot.
 """
 
 from __future__ import annotations
@@ -146,6 +149,9 @@ class Chosen:
 
 def choose(host: Host, wanted: str | None, description: HostFacts, others: Sequence[str]) -> Chosen:
     """Return the network interface that ranks on a host use.
+
+    It is the requested one, or that of ssh or of the route to other hosts. Each library reads only its own
+    variables for it, so that they are set for all of them.
 
     Args:
         host: The host.

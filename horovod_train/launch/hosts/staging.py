@@ -1,12 +1,13 @@
-"""Files that a run needs on each host: the job, environment variables, and scripts that start ranks.
+"""Files that a run needs on each host, secrets of ranks, and commands in containers.
 
-Commands that run ranks in a container of Apptainer or Singularity, with ``mpirun`` outside of it.
+    stage_files       files of a run on a host: the job, environment variables, scripts that start ranks
+    pack_code         the user's code
+    in_container      commands that run ranks in a container of Apptainer or Singularity
+    misfit            why ranks with an MPI library cannot be started by another one's process manager
+    Mask              hides secrets in output
+    read_secrets      values of secret variables
 
-The container shares processes, network and shared memory with its host. The MPI library of the host starts
-the ranks, and the MPI library of the image connects them, so that both must fit each other:
-https://apptainer.org/docs/user/main/mpi.html (the hybrid model).
-
-Also here: secrets of ranks, which are not written to command lines, logs or the run folder.
+Secrets of ranks are not written to command lines, logs or the run folder.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ exec {start} "$@" {options} {command}"""
 
 def in_container(container: Container, folders: Iterable[Path | str], command: Iterable[str]) -> str:
     """Return a shell script that runs a command in a container.
+
+    ``mpirun`` is outside of the container, which shares processes, network and shared memory with its host.
+    The MPI library of the host starts the ranks, and the MPI library of the image connects them, so that
+    both must fit each other: https://apptainer.org/docs/user/main/mpi.html (the hybrid model).
 
     Args:
         container: Section of the job.

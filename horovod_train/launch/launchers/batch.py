@@ -1,4 +1,9 @@
-"""Base class of launchers that submit a batch script, which runs the job on its allocated nodes.
+"""Base classes of launchers of batch systems.
+
+    BatchLauncher        launchers that submit a batch script, which runs the job on its allocated nodes
+    AllocationLauncher   launchers that start ranks on the nodes that a batch system has allocated to this
+                         process
+    QueuedJob            state of a job in a batch system
 
 .. code-block:: text
 
@@ -6,9 +11,6 @@
     slurm         sbatch     squeue, scontrol   scancel            scontrol requeue
     pbs           qsub       qstat              qsig, qdel         qsub, after the end of this job
     gridengine    qsub       qstat              qdel               qsub, after the end of this job
-
-Also here: base class of launchers that start ranks on the nodes that a batch system has allocated to this
-process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
-"""Launcher of one rank in one process, without Horovod, for first tries, tests and debuggers.
+"""Launchers that start ranks on this machine or on ssh hosts.
 
-Also here: the launchers ``horovodrun`` and ``mpirun``, which start ranks on this machine or on ssh hosts,
-and their base class, which supervises ranks from a process on this machine.
+    SupervisedLauncher   base class
+    LocalLauncher        one rank in one process, without Horovod, for first tries, tests and debuggers
+    HorovodrunLauncher   ``horovodrun``
+    MpirunLauncher       ``mpirun``, or another process manager of the MPI library
+
+These launchers supervise ranks from a process on this machine.
 """
 
 from __future__ import annotations

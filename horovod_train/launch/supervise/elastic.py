@@ -5,12 +5,14 @@
           +----------------+ a host was lost, or a rank was killed: resume from the newest checkpoint
           +----------------+ a host was added to or removed from the list: save, exit, start again
 
-The number of ranks never changes while ranks run. Horovod's own elastic mode changes it in process: it hangs
-when a host leaves gracefully and too few remain (Horovod issue 3494), loses and repeats samples (3143, 3399),
-and unpickles data from the network (CVE-2024-10190).
+The number of ranks never changes while ranks run. Horovod's own elastic mode changes it in process: it
+hangs when a host leaves gracefully and too few remain (Horovod issue 3494), loses and repeats samples
+(3143, 3399), and unpickles data from the network (CVE-2024-10190).
 
-Also here: hosts that an elastic job can use: listed, reachable over ssh, and not in cooldown after a
-failure.
+    run_elastic            runs attempts until training has ended
+    Membership             hosts that the job can use: listed, reachable over ssh, and not in cooldown after
+                           a failure
+    discover, answering    hosts that a command lists, and those that accept ssh connections
 """
 
 from __future__ import annotations

@@ -1,11 +1,17 @@
 """Output of a run: each line is parsed once, and passed to all followers.
 
-output of the launcher -> secrets hidden -> parsed -> followers: logs, stalls, targets, console, outcome
+    output of the launcher -> secrets hidden -> parsed -> followers: logs, stalls, targets, console, outcome
 
-Also here: log files of ranks; events of ranks, from all hosts, while they run; files with the metrics
-endpoints of a job, for Prometheus; ranks that are missing from a collective, from events and from the text
-of Horovod's stall inspector; frozen ranks (stopped, swapping, blocked in a file system), detected by their
-hosts.
+    RunLog, RankLogs             log files of the run and of ranks
+    ShowOnConsole                output and events on a console
+    WriteEvents, RecordEvents    events to the events file, or to the caller
+    fetching_events              events of ranks, from all hosts, while they run
+    TargetFiles                  files with the metrics endpoints of a job, for Prometheus
+    Stalls                       ranks that are missing from a collective, from events and from the text of
+                                 Horovod's stall inspector
+    find_frozen, watching_ranks  frozen ranks, detected by their hosts
+
+Frozen ranks are stopped, swapping, or blocked in a file system.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
-"""The outcome of a run: success, or one error with the cause.
+"""The outcome of a run.
 
-Also here: messages of launchers and MPI libraries about ranks that were killed, or that MPI has ended.
+    Outcome                      follower that determines the outcome
+    Ended                        how the command that started the ranks ended
+    killed_rank, aborted_rank    messages of launchers about ranks that were killed or that called MPI_Abort
+    MpiErrors                    messages of MPI libraries about ranks that MPI has ended
+
+A run ends with success, or with one error that states the cause.
 """
 
 from __future__ import annotations

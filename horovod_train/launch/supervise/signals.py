@@ -1,9 +1,13 @@
 """Termination of a run: ranks are requested to save and exit, then remaining processes are killed.
 
-``horovod_train/system/processes.py`` defines the meaning of signals. Launchers are not used for this: mpirun
-kills its ranks one second after SIGTERM, horovodrun five seconds after it.
+    execute               executes a launch command: its output, and the end of all its descendants
+    guarded               kills the run if this process is killed
+    handling_signals, deferred_signals, interrupted_by_signals
+                          handlers of the signals that end a run
+    Stopper, RunControl   end the ranks after a signal, or end those of one attempt
 
-Also here: execution of a launch command: its output, and the end of all its descendants.
+``horovod_train/system/processes.py`` defines the meaning of signals. Launchers are not used for this:
+mpirun kills its ranks one second after SIGTERM, horovodrun five seconds after it.
 """
 
 from __future__ import annotations

@@ -1,20 +1,17 @@
 """DeepSpeed's ZeRO, stages 1 to 3, with offload to host memory or to NVMe.
 
-DeepSpeed reduces gradients, clips them, and performs the optimizer's step. Samples, learning rate, losses and
-checkpoints are those of this package, as with any strategy. DeepSpeed's launcher, configuration file and
-pickled checkpoints are not used.
+    DeepSpeed   the strategy
+    FlatState   local shards of the weights and of the optimizer state that DeepSpeed shards over ranks
+
+DeepSpeed reduces gradients, clips them, and performs the optimizer's step. Samples, learning rate, losses
+and checkpoints are those of this package, as with any strategy. DeepSpeed's launcher, configuration file
+and pickled checkpoints are not used.
 
 DeepSpeed averages gradients over ranks, but weighted losses require their sum. Each loss is therefore
 multiplied by the number of ranks before the backward pass.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054.
-
-Local shards of the weights and of the optimizer state that DeepSpeed shards over ranks.
-
-DeepSpeed concatenates parameters into flat tensors, and updates those. This module maps ranges of a flat
-tensor to ranges of the model's parameters, which checkpoints contain. Stages 1 and 2 split the flat tensor of
-a parameter group into one part per rank. Stage 3 splits each parameter, and concatenates a rank's parts.
 """
 
 from __future__ import annotations
@@ -87,6 +84,11 @@ class Piece:
 
 class FlatState:
     """Access to this rank's shards in DeepSpeed, for saving and loading.
+
+    DeepSpeed concatenates parameters into flat tensors, and updates those. This class maps ranges of a flat
+    tensor to ranges of the model's parameters, which checkpoints contain. Stages 1 and 2 split the flat
+    tensor of a parameter group into one part per rank. Stage 3 splits each parameter, and concatenates a
+    rank's parts.
 
     Args:
         model: The model.

@@ -1,9 +1,7 @@
-"""Fields and callbacks that several frameworks refuse; frameworks import nothing heavy to declare them.
-
-Attributes of packages that are imported on first use.
+"""What several frameworks refuse, and attributes of packages that are imported on first use.
 
 A package of a framework declares what the framework supports, without importing it, and offers names for
-users' scripts, which import it.
+users' scripts, which import it (``attributes_in``).
 """
 
 from __future__ import annotations

@@ -1,18 +1,11 @@
-"""Functions for variables of TensorFlow and Keras, which have ``numpy`` and ``assign`` on all back ends.
+"""Parts that several frameworks have in common.
 
-Dynamic loss scaling: prevents underflow of fp16 gradients by the largest scale without overflow.
-
-The scale is updated after the all-reduce, when all ranks have the same gradients. All ranks therefore skip
-the same steps, without further communication.
-
-Compare the loss of several ranks with that of one process, for frameworks without hooks of gradients.
-
-The reference of a job on n ranks is one process with all samples of a step. If the loss is a mean over
-samples, that of a batch is the mean of the losses of its halves. Each rank computes these three losses of the
-same few samples. PyTorch's jobs compare gradients instead (``torch/verify/one_process.py``).
-
-Also here: the part of a replica that TensorFlow and Keras have in common: a model of variables; replicas
-whose steps and evaluations the framework's own ``Trainer`` performs.
+named, blobs_of    variables of TensorFlow and Keras, with ``numpy`` and ``assign`` on all back ends
+LossScale          dynamic loss scaling
+VariablesReplica   replica of TensorFlow or Keras: a model and an optimizer of variables
+TrainerReplica     replica whose steps and evaluations the framework's own ``Trainer`` performs
+LossComparison     compares the loss of several ranks with that of one process, for frameworks without
+                   hooks of gradients
 """
 
 from __future__ import annotations
@@ -158,6 +151,10 @@ def seed(states: Sequence[Any], seed: int) -> None:
 @dataclass
 class LossScale:
     """Factor on the loss: halved if a gradient overflows, doubled after 2000 steps without overflow.
+
+    Dynamic loss scaling prevents underflow of fp16 gradients by the largest scale without overflow. The
+    scale is updated after the all-reduce, when all ranks have the same gradients. All ranks therefore skip
+    the same steps, without further communication.
 
     Attributes:
         is_enabled: False: the scale is always 1.
@@ -326,6 +323,10 @@ class ComputesLosses(Protocol):
 
 class LossComparison:
     """Compares losses on all ranks.
+
+    The reference of a job on n ranks is one process with all samples of a step. If the loss is a mean over
+    samples, that of a batch is the mean of the losses of its halves. Each rank computes these three losses
+    of the same few samples. PyTorch's jobs compare gradients instead (``torch/verify/one_process.py``).
 
     Args:
         world: All ranks.

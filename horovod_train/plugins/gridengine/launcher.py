@@ -1,9 +1,7 @@
-"""Launcher of jobs in Grid Engine (Son of Grid Engine, Open Grid Scheduler, Univa and Altair Grid Engine).
+"""Grid Engine (Son of Grid Engine, Open Grid Scheduler, Univa and Altair Grid Engine).
 
-Launcher that starts ranks on the hosts of this process's Grid Engine job.
-
-Hosts are reached by ``qrsh -inherit``: once for the agent of the host, and once for the daemon of the MPI
-library's process manager.
+GridEngineLauncher             submits jobs
+GridEngineAllocationLauncher   starts ranks on the hosts of this process's Grid Engine job
 """
 
 from __future__ import annotations
@@ -116,7 +114,11 @@ def _rows(printed: str) -> dict[str, str]:
 
 
 class GridEngineAllocationLauncher(AllocationLauncher):
-    """Launcher that starts ranks in a Grid Engine job."""
+    """Launcher that starts ranks in a Grid Engine job.
+
+    Hosts are reached by ``qrsh -inherit``: once for the agent of the host, and once for the daemon of the
+    MPI library's process manager.
+    """
 
     batch = GridEngineLauncher
 

@@ -1,42 +1,12 @@
-"""The framework JAX: replica, readers and random state of a job.
+"""JAX on Horovod, for jobs and for users' own training loops with optax.
 
-Interface of a task for JAX.
-
-class MyTask:
-    def model(self, rng): ...                  initial parameters: any tree of arrays
-    def train_data(self): ...                  samples: __len__ and __getitem__, NumPy arrays
-    def loss(self, params, batch, rng): ...    mean loss over the samples of a batch
-
-    def eval_data(self): ...                   optional: data for evaluation
-    def metrics(self, params, batch): ...      optional: {name: one value per sample}
-
-``loss`` and ``metrics`` are compiled with ``jax.jit``. ``rng`` is a new key for each micro-batch of each
-rank; with ``train.randomness: sample``, it contains a key for each sample, shape [samples, 2], for
-``jax.vmap``. An evaluation without ``metrics`` calls ``loss`` with ``rng=None``.
-
-Sums of arrays over ranks in compiled JAX code.
-
-On a CPU, Horovod sums in the memory of XLA's buffers. For each byte of gradient, the host copies one byte
-if the gradient is packed into a bucket (in the compiled function), and none if the gradient is sent alone.
-On other devices, a callback copies gradients to the host and back.
-
-Callbacks are ordered, because all ranks must call Horovod in the same order; XLA must not merge two of them.
-
-Gradients averaged over ranks, for JAX training loops with optax; with or without ``jax.jit``.
-
-Example::
-
-    import optax
-    from horovod_train.plugins.jax.framework import average_over_ranks, init
-
-    ranks = init()
-    optimizer = optax.chain(average_over_ranks(ranks), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-
-Put ``average_over_ranks`` first in the chain: then all ranks clip and update with the gradient of the global
-batch.
-
-Also here: the training step: a compiled function for both passes and the sum over ranks, and one for the
-update.
+JaxTask             the interface of a task
+Exchange            sums of arrays over ranks, in compiled code
+init                starts Horovod in a user's training loop
+average_over_ranks  averages gradients over ranks in a user's training loop
+JaxReplica          training step: a compiled function for both passes and the sum over ranks, and one
+                    for the update
+JaxFramework        replica, readers and random state of a job
 """
 
 from __future__ import annotations
@@ -106,7 +76,21 @@ OPTIONAL = ("eval_data", "metrics")
 
 
 class JaxTask(Protocol):
-    """The required methods of a task."""
+    """The required methods of a task.
+
+    A task is a class with these methods. The optional ones are not in the protocol.
+
+        class MyTask:
+            def model(self, rng): ...                  initial parameters: any tree of arrays
+            def train_data(self): ...                  samples: __len__ and __getitem__, NumPy arrays
+            def loss(self, params, batch, rng): ...    mean loss over the samples of a batch
+            def eval_data(self): ...                   optional: data for evaluation
+            def metrics(self, params, batch): ...      optional: {name: one value per sample}
+
+    ``loss`` and ``metrics`` are compiled with ``jax.jit``. ``rng`` is a new key for each micro-batch of
+    each rank; with ``train.randomness: sample``, it contains a key for each sample, shape [samples, 2], for
+    ``jax.vmap``. An evaluation without ``metrics`` calls ``loss`` with ``rng=None``.
+    """
 
     def model(self, rng: jax.Array) -> Any:
         """Return the initial parameters."""
@@ -127,6 +111,13 @@ NARROW = (jnp.bfloat16, jnp.float16)  # summed in float32: Horovod has no bfloat
 @dataclass
 class Exchange(exchange.Exchange):
     """Sums lists of JAX arrays over ranks, with or without ``jax.jit``.
+
+    On a CPU, Horovod sums in the memory of XLA's buffers. For each byte of gradient, the host copies one
+    byte if the gradient is packed into a bucket (in the compiled function), and none if the gradient is
+    sent alone. On other devices, a callback copies gradients to the host and back.
+
+    Callbacks are ordered, because all ranks must call Horovod in the same order; XLA must not merge two of
+    them.
 
     Attributes:
         error: Exception of the last exchange; JAX reports only its text.
@@ -212,6 +203,16 @@ def average_over_ranks(
     world: Communicator, *, bucket_size_mib: float = 8.0, wire_dtype: Any = "float32"
 ) -> optax.GradientTransformation:
     """Return a transformation that averages gradients over ranks.
+
+    Example::
+
+        import optax
+        from horovod_train.plugins.jax.framework import average_over_ranks, init
+        ranks = init()
+        optimizer = optax.chain(average_over_ranks(ranks), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+    Put ``average_over_ranks`` first in the chain: then all ranks clip and update with the gradient of the
+    global batch. It works with or without ``jax.jit``.
 
     Args:
         world: The communicator.

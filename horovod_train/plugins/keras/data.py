@@ -1,17 +1,8 @@
-"""Stream of batches with sample weights for ``model.fit``.
+"""Batches of a rank for ``model.fit``.
 
-Keras reads the same number of micro-batches in every step, and averages their gradients. At the end of an
-epoch, a rank may have fewer samples. Sample weights correct the mean, and a rank without samples reads a
-spare batch with weight 0. Weights in full steps are 1.
-
-Batches for ``model.fit`` on TensorFlow, as a dataset that is not a generator.
-
-Keras converts a generator to ``Dataset.from_generator``. On Python 3.11 and later, that operation changes a
-setting of glibc, permanently and for the whole process (``ApplyPython311MemoryPatch`` in TensorFlow 2.21):
-freed blocks above 128 KiB are returned to the system. Each tensor of each step then needs new memory pages.
-This made steps of the benchmark network 1.2 times as long.
-
-Also here: arrays, split over ranks, for ``model.fit``.
+feed             stream of batches with sample weights
+ShardedDataset   arrays, split over ranks
+as_dataset       batches as a TensorFlow dataset that is not a generator
 """
 
 from __future__ import annotations
@@ -38,6 +29,10 @@ def feed(
     steps: Iterable[PlannedStep], spare: tuple[object, ...], *, accumulation_steps: int, world_size: int
 ) -> Iterator[tuple[object, ...]]:
     """Yield (inputs, labels, weights) for each micro-step.
+
+    Keras reads the same number of micro-batches in every step, and averages their gradients. At the end of
+    an epoch, a rank may have fewer samples. Sample weights correct the mean, and a rank without samples
+    reads a spare batch with weight 0. Weights in full steps are 1.
 
     Keras applies the mean gradient over ranks and micro-steps. A micro-batch that contains the fraction s of
     the step's samples has the weight s x ranks x micro-steps, so that the mean is the sum of s x gradient.
@@ -134,6 +129,12 @@ def _clear_frames(error: BaseException) -> None:
 
 def as_dataset(batches: Iterator[tuple[object, ...]]) -> tf.data.Dataset:
     """Return a dataset that reads batches on demand: at least one nested structure of NumPy arrays.
+
+    The dataset is not a generator: Keras converts a generator to ``Dataset.from_generator``. On Python 3.11
+    and later, that operation changes a setting of glibc, permanently and for the whole process
+    (``ApplyPython311MemoryPatch`` in TensorFlow 2.21): freed blocks above 128 KiB are returned to the
+    system. Each tensor of each step then needs new memory pages. This made steps of the benchmark network
+    1.2 times as long.
 
     If a dimension except the first varies, it must differ between the first two batches.
     """

@@ -1,22 +1,9 @@
-"""The framework Keras: replica, readers and random state of a job, and training by ``model.fit``.
+"""Keras on Horovod: replica, readers and random state of a job, and training by ``model.fit``.
 
-Interface of a task for Keras.
-
-class MyTask:
-    def model(self): ...        a keras.Model, not compiled
-    def train_data(self): ...   samples (x, y): __len__ and __getitem__, NumPy arrays
-    def compile(self): ...      arguments of model.compile except the optimizer: {"loss": ...}
-
-    def eval_data(self): ...    optional: data for evaluation
-    def callbacks(self): ...    optional: a list of Keras callbacks
-
-Refusal of Keras losses whose mean over ranks is not the loss of the joint batch.
-
-In the last step of an epoch, ranks have different numbers of samples. Sample weights correct a loss that is a
-mean over samples. They have no effect on losses that layers add, or on a mean over the values that a mask
-keeps.
-
-Also here: the Keras model of one rank: state, evaluation, running statistics.
+KerasTask          the interface of a task
+KerasReplica       the model of one rank: state, evaluation, running statistics
+check_joint_loss   refuses losses whose mean over ranks is not the loss of the joint batch
+KerasFramework     training of a job
 """
 
 from __future__ import annotations
@@ -147,7 +134,17 @@ OPTIONAL = ("eval_data", "callbacks")
 
 
 class KerasTask(Protocol):
-    """The required methods of a task."""
+    """The required methods of a task.
+
+    A task is a class with these methods. The optional ones are not in the protocol.
+
+        class MyTask:
+            def model(self): ...        a keras.Model, not compiled
+            def train_data(self): ...   samples (x, y): __len__ and __getitem__, NumPy arrays
+            def compile(self): ...      arguments of model.compile except the optimizer: {"loss": ...}
+            def eval_data(self): ...    optional: data for evaluation
+            def callbacks(self): ...    optional: a list of Keras callbacks
+    """
 
     def model(self) -> keras.Model:
         """Return a new model."""
@@ -176,6 +173,10 @@ def check_reduction(loss: object) -> None:
 
 def check_joint_loss(model: keras.Model, inputs: Any, loss: object) -> None:
     """Refuse a built model whose loss on a batch is not the mean of the losses on the batch's parts.
+
+    In the last step of an epoch, ranks have different numbers of samples. Sample weights correct a loss
+    that is a mean over samples. They have no effect on losses that layers add, or on a mean over the values
+    that a mask keeps.
 
     The model is called with ``inputs`` of one sample.
 

@@ -1,11 +1,10 @@
-"""Keras optimizers that average gradients over ranks.
+"""Keras on Horovod in users' scripts: optimizers, and callbacks for ``model.fit``.
 
-Keras 3 calls none of the methods that Horovod's ``DistributedOptimizer`` overrides: with it, each rank trains
-its own model, without an error. This module overrides ``_clip_gradients``, which Keras calls once per update
-on all back ends, after accumulation and before clipping.
-
-Also here: callbacks for ``model.fit``: broadcast of the initial state, exact metrics, scaled learning rate;
-communicator for the back end of Keras.
+init                 starts Horovod, with the communicator for the back end of Keras
+distribute           makes an optimizer average gradients over ranks
+BroadcastState       callback: broadcast of the initial state
+ExactMetrics         callback: exact metrics
+ScaledLearningRate   callback: scaled learning rate
 """
 
 from __future__ import annotations
@@ -37,6 +36,10 @@ def distribute(
     wire_dtype: str = "fp32",
 ) -> keras.Optimizer:
     """Make an optimizer average gradients over ranks, and return it.
+
+    Keras 3 calls none of the methods that Horovod's ``DistributedOptimizer`` overrides: with it, each rank
+    trains its own model, without an error. This function overrides ``_clip_gradients``, which Keras calls
+    once per update on all back ends, after accumulation and before clipping.
 
     Its class name and module do not change: a model that was compiled with it can be saved, and loaded
     without this package. With the policy ``mixed_float16``, it is wrapped in a loss scale that is equal on

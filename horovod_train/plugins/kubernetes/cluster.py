@@ -1,13 +1,7 @@
-"""Client of the Kubernetes API; no other file sends requests to it.
+"""Client of the Kubernetes API, and validation of an MPIJob before it is sent.
 
-The official Python client sends the requests. Its configuration is that of kubectl: KUBECONFIG or
-``~/.kube/config`` with its current context, or the service account of the pod that contains this process.
-
-Validation of an MPIJob before it is sent.
-
-There are three kinds of problems: values that the API server rejects, values that make the operator create an
-event and nothing else, and values that are ignored. Rules of the second kind follow ValidateMPIJob of
-operator 0.8.
+Cluster   client for one namespace of a cluster; no other file sends requests to the API
+check     raises an error for an MPIJob that would not run
 """
 
 from __future__ import annotations
@@ -142,6 +136,10 @@ def _namespace_of_context(config: ModuleType) -> str:
 
 class Cluster:
     """Client for one namespace of a cluster.
+
+    The official Python client sends the requests. Its configuration is that of kubectl: KUBECONFIG or
+    ``~/.kube/config`` with its current context, or the service account of the pod that contains this
+    process.
 
     Every request raises ``UnreachableError`` if the server does not respond, and ``LaunchError`` with the
     server's message if the server rejects it, for example because of missing permissions.
@@ -400,6 +398,10 @@ ROLES = ("Launcher", "Worker")
 
 def check(manifest: Mapping[str, object], source: str = "MPIJob") -> None:
     """Raise an error for an MPIJob that would not run.
+
+    There are three kinds of problems: values that the API server rejects, values that make the operator
+    create an event and nothing else, and values that are ignored. Rules of the second kind follow
+    ValidateMPIJob of operator 0.8.
 
     Raises:
         ConfigError: Lists all problems of the schema; if there are none, all others; with the field's path.

@@ -1,6 +1,7 @@
 """Launcher ``mpijob``: renders, validates, dry-runs, creates and monitors MPIJobs.
 
-Also here: status of an MPIJob, from its conditions, its pods and its warning events.
+MpiJobLauncher   the launcher
+status_of        status of an MPIJob, from its conditions, its pods and its warning events
 """
 
 from __future__ import annotations

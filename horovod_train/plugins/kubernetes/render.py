@@ -1,14 +1,9 @@
 """Kubernetes manifests of a job; rendering has no side effects.
 
-    ConfigMap <job>-job         the resolved job, and the task's file
-    MPIJob <job>                launcher and workers from one image
-    NetworkPolicy <job>         permitted connections to its pods
-    PodMonitor <job>            ports that Prometheus scrapes
-
-``docs/kubernetes.md`` contains the reasons for the values.
-
-Also here: Kubernetes objects as plain data: access to fields (a missing field is empty), merge patches, and
-YAML.
+render          the manifests of a job
+field, section  access to Kubernetes objects as plain data: a missing field is empty
+merge           merge patches
+as_yaml         objects as YAML
 """
 
 from __future__ import annotations
@@ -127,6 +122,13 @@ EXTRA_GRACE_S = 15
 
 def render(job: Job, run_id: str, task_source: str = "", verb: tuple[str, ...] = ("run",)) -> list[Manifest]:
     """Return the manifests of a job.
+
+        ConfigMap <job>-job         the resolved job, and the task's file
+        MPIJob <job>                launcher and workers from one image
+        NetworkPolicy <job>         permitted connections to its pods
+        PodMonitor <job>            ports that Prometheus scrapes
+
+    ``docs/kubernetes.md`` contains the reasons for the values.
 
     Args:
         job: Resolved job for the launcher mpijob; it must satisfy the rules for Kubernetes.

@@ -1,6 +1,7 @@
-"""The section ``launch.kubernetes``. Rules that relate its fields are in ``rules.py``.
+"""The section ``launch.kubernetes``, and the rules that relate its fields.
 
-Rules for jobs that run as an MPIJob, checked before anything is sent to the API server.
+    Kubernetes         the section
+    kubernetes_rules   rules for jobs that run as an MPIJob, checked before the API server receives it
 
 The API server refuses some invalid values. The operator reports others only in an event, and ignores some
 without a message (``docs/kubernetes.md`` lists them).

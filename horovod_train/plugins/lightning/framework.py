@@ -1,18 +1,10 @@
-"""The framework Lightning: replica and readers of a job, and training by ``Trainer``.
+"""Lightning on Horovod: replica and readers of a job, and training by ``Trainer``.
 
-Interface of a task for Lightning.
-
-class MyTask:
-    def model(self): ...        a LightningModule with training_step, and validation_step to evaluate
-    def train_data(self): ...   a dataset with __len__ and __getitem__
-
-    def eval_data(self): ...    optional: data for evaluation
-    def callbacks(self): ...    optional: a list of Lightning callbacks
-
-The job sets the optimizer and its learning rate: ``configure_optimizers`` is not called.
-
-Also here: callbacks and hooks of a Lightning module and its task, with their state, and refusal of
-unsupported ones; losses of a module that are compared with those of one process.
+LightningTask        the interface of a task
+own_callbacks        callbacks of a task and its module; refuses unsupported ones
+state_of             state of callbacks and hooks in a checkpoint
+ModuleLosses         losses of a module that are compared with those of one process
+LightningFramework   training of a job
 """
 
 from __future__ import annotations
@@ -162,7 +154,18 @@ OPTIONAL = ("eval_data", "callbacks")
 
 
 class LightningTask(Protocol):
-    """The required methods of a task."""
+    """The required methods of a task.
+
+    A task is a class with these methods. The optional ones are not in the protocol.
+
+        class MyTask:
+            def model(self): ...        a LightningModule with training_step; validation_step to evaluate
+            def train_data(self): ...   a dataset with __len__ and __getitem__
+            def eval_data(self): ...    optional: data for evaluation
+            def callbacks(self): ...    optional: a list of Lightning callbacks
+
+    The job sets the optimizer and its learning rate: ``configure_optimizers`` is not called.
+    """
 
     def model(self) -> lightning.LightningModule:
         """Return a new module."""

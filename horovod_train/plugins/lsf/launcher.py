@@ -1,7 +1,7 @@
-"""Batch scripts for LSF, which ``render`` and ``--dry-run`` print. They were not run on an LSF system.
+"""LSF. These launchers were not run on an LSF system.
 
-Also here: the launcher that starts ranks on the hosts of this process's LSF job. It was not run on an LSF
-system.
+LsfLauncher             batch scripts, which ``render`` and ``--dry-run`` print
+LsfAllocationLauncher   starts ranks on the hosts of this process's LSF job
 """
 
 from __future__ import annotations

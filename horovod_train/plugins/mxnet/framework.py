@@ -1,18 +1,12 @@
-"""The framework MXNet: replica, readers and random state of a job.
+"""MXNet with gluon on Horovod, for jobs and for users' own training loops.
 
-Interface of a task for MXNet.
-
-class MyTask:
-    def model(self): ...                a gluon Block, initialized
-    def train_data(self): ...           samples: __len__ and __getitem__, NumPy arrays
-    def loss(self, model, batch): ...   mean loss over the samples of a batch
-
-    def eval_data(self): ...            optional: data for evaluation
-    def metrics(self, model, batch): .. optional: {name: one value per sample}
-
-Also here: the training step: forward and backward passes by gluon, sum over ranks, update; gluon Trainer
-that averages gradients over ranks, for users' own training loops; sums of gradients over ranks, with MXNet;
-communicator that uses Horovod's MXNet binding.
+MxnetTask           the interface of a task
+MxnetCommunicator   communicator that uses Horovod's MXNet binding
+Exchange            sums of arrays over ranks
+MxnetReplica        training step: forward and backward passes by gluon, sum over ranks, update
+MxnetFramework      replica, readers and random state of a job
+init                starts Horovod in a user's training loop
+DistributedTrainer  gluon Trainer that averages gradients over ranks, for users' own training loops
 """
 
 from __future__ import annotations
@@ -53,7 +47,17 @@ OPTIONAL = ("eval_data", "metrics")
 
 
 class MxnetTask(Protocol):
-    """The required methods of a task."""
+    """The required methods of a task.
+
+    A task is a class with these methods. The optional ones are not in the protocol.
+
+        class MyTask:
+            def model(self): ...                a gluon Block, initialized
+            def train_data(self): ...           samples: __len__ and __getitem__, NumPy arrays
+            def loss(self, model, batch): ...   mean loss over the samples of a batch
+            def eval_data(self): ...            optional: data for evaluation
+            def metrics(self, model, batch): .. optional: {name: one value per sample}
+    """
 
     def model(self) -> Any:
         """Return a new block."""

@@ -1,22 +1,23 @@
 """Asynchronous training with parameter servers, with bounded staleness.
 
+    Server             stores a part of the weights, and applies gradients in the order of their arrival
+    ServerConnection   connection of a rank to all servers
+    ParameterServer    the strategy
+
+.. code-block:: text
+
     worker, each step    weights from the servers -> the gradient of its own samples -> the servers
     server, each message the optimizer's step, with one worker's gradient
 
-A rank waits only for ranks that are more than ``max_staleness`` steps behind. The strategy is for comparison,
-because clusters were trained this way before all-reduce. A gradient belongs to weights that other ranks have
-changed in the meantime, and results depend on the order of messages. If all ranks are equally fast, a job is
-no faster than with all-reduce. Every ``sync_every_steps`` steps, and at the end of an epoch, ranks wait until
-all gradients are applied. Weights are then identical on all ranks, for evaluation and checkpoints.
+A rank waits only for ranks that are more than ``max_staleness`` steps behind. The strategy is for
+comparison, because clusters were trained this way before all-reduce. A gradient belongs to weights that
+other ranks have changed in the meantime, and results depend on the order of messages. If all ranks are
+equally fast, a job is no faster than with all-reduce. Every ``sync_every_steps`` steps, and at the end of
+an epoch, ranks wait until all gradients are applied. Weights are then identical on all ranks, for
+evaluation and checkpoints.
 
 Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al.,
 "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
-
-Parameter server: it stores a part of the weights, and applies gradients in the order of their arrival.
-
-Every rank is a worker. It also serves a part of the weights in a separate thread, over an MPI communicator
-used exclusively. A worker requests weights, and receives them when no other worker is too far behind.
-It sends gradients without waiting for their application.
 """
 
 from __future__ import annotations
@@ -194,6 +195,10 @@ class Server:
 
 class ServerConnection:
     """Connection of this rank to all servers, with the thread that serves other ranks.
+
+    Every rank is a worker. It also serves a part of the weights in a separate thread, over an MPI
+    communicator used exclusively. A worker requests weights, and receives them when no other worker is too
+    far behind. It sends gradients without waiting for their application.
 
     Args:
         comm: MPI communicator of all ranks, used only by this connection; None: a single rank.

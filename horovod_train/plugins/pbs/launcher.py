@@ -1,7 +1,7 @@
-"""Launcher of jobs in PBS (OpenPBS, PBS Professional 19 and later).
+"""PBS (OpenPBS, PBS Professional 19 and later).
 
-Also here: the launcher that starts ranks on the hosts of this process's PBS job. They are reached by ssh,
-because PBS's own remote shell (``pbs_tmrsh``) does not pass on standard input.
+PbsLauncher             submits jobs
+PbsAllocationLauncher   starts ranks on the hosts of this process's PBS job
 """
 
 from __future__ import annotations
@@ -130,7 +130,11 @@ def _fields(printed: str) -> dict[str, str]:
 
 
 class PbsAllocationLauncher(AllocationLauncher):
-    """Launcher that starts ranks in a PBS job: with mpirun, or with horovodrun for the Gloo controller."""
+    """Launcher that starts ranks in a PBS job: with mpirun, or with horovodrun for the Gloo controller.
+
+    Hosts are reached by ssh, because PBS's own remote shell (``pbs_tmrsh``) does not pass on standard
+    input.
+    """
 
     batch = PbsLauncher
     hosts_variable = "PBS_NODEFILE"

@@ -1,17 +1,12 @@
 """Split a model into stages that are called one after the other.
 
-The first applicable method is used:
+    cut_model      the stages of a model
+    graph_pieces   pieces of a traced model: graphs that call the model's own modules
+    best_cuts      the cuts between stages
 
-* the task's ``pipeline_parts(model)`` returns modules whose sequential call is equivalent to the model;
-* the model is a ``torch.nn.Sequential``;
-* the code between the model's modules is traced with an example batch (``trace.py``), and split between two
-  operations if only tensors and integers cross, preferably few of them.
-
-Stages call the model's own modules, with their own ``forward``, hooks and state, so that names and parameters
-do not change. Stages may end inside the modules that contain the model's layers, which are opened for
-tracing. If this yields too few pieces, the largest of the other modules are opened, too.
-
-Also here: stages of a traced model: graphs that call the model's own modules.
+Stages call the model's own modules, with their own ``forward``, hooks and state, so that names and
+parameters do not change. Stages may end inside the modules that contain the model's layers, which are
+opened for tracing. If this yields too few pieces, the largest of the other modules are opened, too.
 """
 
 from __future__ import annotations
@@ -265,6 +260,13 @@ def cut_model(
     new_model: Callable[[], torch.nn.Module] | None = None,
 ) -> list[Stage]:
     """Return the stages of a model. Every rank must call it, and uses the cuts of rank 0.
+
+    The first applicable method is used:
+
+    * the task's ``pipeline_parts(model)`` returns modules whose sequential call is equivalent to the model;
+    * the model is a ``torch.nn.Sequential``;
+    * the code between the model's modules is traced with an example batch (``trace.py``), and split between
+      two operations if only tensors and integers cross, preferably few of them.
 
     Args:
         model: The whole model.

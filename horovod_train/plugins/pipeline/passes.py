@@ -1,27 +1,11 @@
-"""Forward and backward passes of one rank of a pipeline through its stages.
+"""Passes of one rank of a pipeline through its stages, and the messages between stages.
 
-Messages between the stages of a pipeline: activations to the next stage, gradients to the previous one.
-
-A tensor is sent asynchronously as soon as it is computed, and its receiver requires its shape. For the first
-micro-batches of a kind, shapes are sent before the tensors, and both ranks store them. Later, only tensors
-are sent, and receives are posted some passes before they are needed.
-
-Pipeline schedules: the order of a rank's forward and backward passes, and its idle time.
-
-A model is split into stages, one or several per rank. Rank ``rank`` runs the stages ``chunk x num_ranks +
-rank``. With p ranks, m micro-batches and v stages per rank:
-
-    gpipe        all forward passes, then all backward passes; stores m activations
-    1f1b         each backward pass as early as possible; stores p - rank activations
-    interleaved  1f1b with v stages per rank; shorter stages shorten fill and drain of the pipeline
-
-The fraction of time in which a rank is idle (the bubble) is (p - 1) / (m + p - 1) for gpipe and 1f1b, and
-(p - 1) / (v m + p - 1) for interleaved, if all passes have the same duration.
-
-Sources: Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., "PipeDream-Flush" and the interleaved
-schedule in "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
-
-Also here: stages of a pipeline, and the smaller pieces of a model that form them.
+Messages         sends activations to the next stage, and gradients to the previous one
+order_of         pipeline schedules: the order of a rank's forward and backward passes
+bubble           idle time of a schedule
+Stage            stage of a pipeline
+Pieces           the smaller pieces of a model that form stages
+PipelinePasses   runs the forward and backward passes of a rank
 """
 
 from __future__ import annotations
@@ -83,7 +67,13 @@ _PendingReceive = tuple[Tensors, list[Any]]
 
 
 class Messages:
-    """Sender and receiver of one rank's messages; the communicator ``ranks`` records pending waits."""
+    """Sender and receiver of one rank's messages; the communicator ``ranks`` records pending waits.
+
+    Messages between stages are activations to the next stage, and gradients to the previous one. A tensor
+    is sent asynchronously as soon as it is computed, and its receiver requires its shape. For the first
+    micro-batches of a kind, shapes are sent before the tensors, and both ranks store them. Later, only
+    tensors are sent, and receives are posted some passes before they are needed.
+    """
 
     def __init__(self, ranks: Communicator, device: torch.device) -> None:
         self._ranks = ranks
@@ -219,6 +209,17 @@ def order_of(
 ) -> list[Pass]:
     """Return the ordered passes of a rank.
 
+    A model is split into stages, one or several per rank. Rank ``rank`` runs the stages
+    ``chunk x num_ranks + rank``. With p ranks, m micro-batches and v stages per rank:
+
+        gpipe        all forward passes, then all backward passes; stores m activations
+        1f1b         each backward pass as early as possible; stores p - rank activations
+        interleaved  1f1b with v stages per rank; shorter stages shorten fill and drain of the pipeline
+
+    Sources: Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., "PipeDream-Flush" and the
+    interleaved schedule in "Efficient Large-Scale Language Model Training on GPU Clusters",
+    arXiv:2104.04473.
+
     Because messages are sent asynchronously, ranks do not deadlock if their orders respect the dependencies.
     ``num_chunks``, the number of stages per rank, may be larger than 1 only with interleaved.
     """
@@ -245,6 +246,9 @@ def order_of(
 
 def bubble(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> float:
     """Return the fraction of time in which a rank is idle.
+
+    This fraction (the bubble) is (p - 1) / (m + p - 1) for gpipe and 1f1b, and (p - 1) / (v m + p - 1) for
+    interleaved, if all passes have the same duration. Symbols are as in ``order_of``.
 
     >>> bubble(4, 8)
     0.2727272727272727

@@ -1,16 +1,18 @@
 """Trace the code between a model's modules into a graph that calls these modules.
 
-Stages call the model's own modules, whose ``forward`` runs unchanged. Only the ``forward`` of opened modules
-is traced, because a stage may end inside them: the model itself, and the modules that contain its layers.
-``torch.fx`` alone fails at each ``if`` and each loop over a shape. The tracer of this module also computes an
-example, and follows its branches. The graph checks that each batch takes the same branches.
+    trace            the graph of a model's calls
+    lengths_seen     lengths and numbers of inputs in traced code: traced if possible, otherwise required to
+                     be constant (``same_length``, ``same_number``)
+    refused_code     the error for code whose effect a trace would not contain
+
+Stages call the model's own modules, whose ``forward`` runs unchanged. Only the ``forward`` of opened
+modules is traced, because a stage may end inside them: the model itself, and the modules that contain its
+layers. ``torch.fx`` alone fails at each ``if`` and each loop over a shape. The tracer of this module also
+computes an example, and follows its branches. The graph checks that each batch takes the same branches.
 
 A trace contains only operations on tensors. Other effects would be lost: changing the mode of autograd,
 storing a value in Python, drawing a random number that does not depend on the input, or reading a weight
 other than by its attribute. Code with such effects is refused with its line.
-
-Also here: lengths and numbers of inputs in traced code: traced if possible, otherwise required to be
-constant.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""Stand-ins for a model that is split into stages, which are passed to the task instead of the model.
+"""Calls of a task whose model is split into stages, and the values that the model's code reads.
 
-A task computes its loss by calling the model once. The rank with the first stage needs the inputs of this
-call, and calls the task with a stand-in that records them and aborts the task. The rank with the last stage
-calls the task with a stand-in that returns the output of the pipeline.
+    inputs_of_call     inputs with which a task calls its model
+    answered_with      result of a task for a given output of the model
+    drawing_by_stage   random numbers of a plain model, as those of its stages
+    ValuesRead         values in Python that the code between modules reads
 
-Random numbers that a task draws before it calls the model, such as a mask of tokens, must be equal on both
-ranks. Both therefore use the same seed.
-
-Values in Python that the code between modules reads: a trace contains those of its time.
-
-Python does not report reads of attributes. Values are therefore found from the code: the functions that the
-``forward`` of an opened module may reach refer to attributes, keys, global variables and variables of
-enclosing functions by name, and the objects behind them are walked over.
+Random numbers that a task draws before it calls the model, such as a mask of tokens, must be equal on the
+ranks of the first and the last stage. Both therefore use the same seed.
 """
 
 from __future__ import annotations
@@ -47,7 +42,13 @@ class _ModelCalled(BaseException):  # not an Exception, because a task may catch
 
 
 class _StandIn:
-    """Proxy of a model with read-only attributes, whose call is replaced."""
+    """Proxy of a model with read-only attributes, whose call is replaced.
+
+    A task computes its loss by calling the model once. The rank with the first stage needs the inputs of
+    this call, and calls the task with a stand-in that records them and aborts the task
+    (``inputs_of_call``). The rank with the last stage calls the task with a stand-in that returns the
+    output of the pipeline (``answered_with``).
+    """
 
     def __init__(self, model: torch.nn.Module, call: Callable[..., Any]) -> None:
         vars(self).update(_model=model, _call=call, num_calls=0)
@@ -273,6 +274,11 @@ class _Names:
 
 class ValuesRead:
     """Values that the ``forward`` of some modules may read, as they are now.
+
+    A trace contains the values of its time. Python does not report reads of attributes. Values are
+    therefore found from the code: the functions that the ``forward`` of an opened module may reach refer to
+    attributes, keys, global variables and variables of enclosing functions by name, and the objects behind
+    them are walked over.
 
     Args:
         modules: The opened modules by name, whose code a trace contains.

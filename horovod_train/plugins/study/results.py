@@ -1,22 +1,9 @@
-"""Trials of a study: one job per scaling policy, number of ranks and seed.
+"""Trials of a study, their results, and what these show.
 
-Where this machine has fewer cores than a trial has ranks, the trial trains the same global batches with fewer
-ranks and more micro-batches, which gives the same weights (``train.global_batch_size``).
-
-Evidence that a policy on some number of ranks is worse than the base of a study.
-
-Each row has the same seeds as the base, so that differences are paired. Two things may be wrong with a row:
-
-    the mean    of the differences is above 0 (one-sided t-test), or
-    one seed    is outside of what the seeds of the base let expect (prediction interval), as if training
-                has diverged. It raises the variance of its own row, and so hides from a test of the mean.
-
-Both are tested for the metric and for the loss. With ``m`` rows there are ``4 m`` tests, each at the level
-``LEVEL / 4 m`` (Bonferroni): a study without a difference reports one with a probability of at most
-``LEVEL``. Few seeds say little about a variance: it is taken to be the median of the rows; for the mean, that
-of the row if it is larger; for one seed, without that of its row.
-
-Also here: results of trials: what a run's events contain, and the file of a study.
+trials_of   one job per scaling policy, number of ranks and seed
+result_of   result of a trial, from the events of its runs
+Study       the file of a study
+evidence    evidence that a policy on some number of ranks is worse than the base of a study
 """
 
 from __future__ import annotations
@@ -234,6 +221,9 @@ def _trial(job: Job, policy: Policy, num_ranks: int, seed: int, folder: Path, nu
 
 def _real_ranks(job: Job, num_ranks: int, num_cores: int) -> int:
     """Return the largest divisor of a number of ranks that this machine has cores for.
+
+    Where this machine has fewer cores than a trial has ranks, the trial trains the same global batches with
+    fewer ranks and more micro-batches, which gives the same weights (``train.global_batch_size``).
 
     Strategies whose ranks differ in their samples or weights are not replaced by accumulation.
     """
@@ -630,6 +620,19 @@ def evidence(
     base: Values, rows: Sequence[Values], num_measures: int, *, is_loss: bool
 ) -> list[Evidence | None]:
     """Return for each row the evidence that it is worse than the base; None: there is none.
+
+    Each row has the same seeds as the base, so that differences are paired. Two things may be wrong with a
+    row:
+
+        the mean    of the differences is above 0 (one-sided t-test), or
+        one seed    is outside of what the seeds of the base let expect (prediction interval), as if
+                    training has diverged. It raises the variance of its own row, and so hides from a
+                    test of the mean.
+
+    Both are tested for the metric and for the loss. With ``m`` rows there are ``4 m`` tests, each at the
+    level ``LEVEL / 4 m`` (Bonferroni): a study without a difference reports one with a probability of at
+    most ``LEVEL``. Few seeds say little about a variance: it is taken to be the median of the rows; for the
+    mean, that of the row if it is larger; for one seed, without that of its row.
 
     Args:
         base: The base; at least two seeds.

@@ -1,25 +1,9 @@
-"""Runs the trials of a study, one after another, and resumes where a study was interrupted.
+"""Runs of a study: its trials, searches of learning rates, branches, and its report.
 
-A trial is submitted with an idempotency key. If the study is killed, the job of its current trial continues,
-and the next start of the study finds it by the key. A trial whose ranks were killed resumes from its
-checkpoint.
-
-The best base learning rate of each row of a study (``--tune-lr``).
-
-A grid with a factor of two is searched from the rate of the job, and continued while its best rate is at an
-end. It is searched with one seed of its own: if rates were chosen by the seeds of the table, the table would
-show those for which they were chosen, and be too good.
-
-The critical batch size, measured directly by branches of a training.
-
-From checkpoints of one training, short branches train on the same samples with 1, 2, 4, ... times the batch,
-and with the rate that the scaling rule gives for it. The critical batch size at a checkpoint is the largest
-batch whose loss at the end of the branch is not above that of the smallest batch by more than a tolerance.
-Between two batches, the loss is interpolated in the logarithm of the batch.
-
-Source: Merrill et al., "Critical Batch Size Revisited", arXiv:2505.23971.
-
-Also here: the report of a study: its table, sentences and charts.
+run_trials        runs trials one after another, and resumes where a study was interrupted
+Tuning            the best base learning rate of each row (``--tune-lr``)
+Branching         the critical batch size, measured directly by branches of a training
+report_of_study   the report of a study: its table, sentences and charts
 """
 
 from __future__ import annotations
@@ -74,6 +58,10 @@ OWN_ERRORS = {2, 3}
 
 def run_trials(study: Study, trials: Iterable[Trial], report: Callable[[str], None]) -> None:
     """Run the trials that have no result, and save the study after each.
+
+    A trial is submitted with an idempotency key. If the study is killed, the job of its current trial
+    continues, and the next start of the study finds it by the key. A trial whose ranks were killed resumes
+    from its checkpoint.
 
     Args:
         study: The study; results are added.
@@ -175,6 +163,11 @@ MAX_DOUBLINGS = 6
 @dataclass(frozen=True)
 class Tuning:
     """The search of base rates in a study.
+
+    The best base learning rate of each row of a study is searched (``--tune-lr``). A grid with a factor of
+    two is searched from the rate of the job, and continued while its best rate is at an end. It is searched
+    with one seed of its own: if rates were chosen by the seeds of the table, the table would show those for
+    which they were chosen, and be too good.
 
     Attributes:
         study: The study; results of the search are added.
@@ -290,6 +283,13 @@ TOLERANCE = 0.01
 @dataclass(frozen=True)
 class Branching:
     """Settings of a measurement of the critical batch size.
+
+    From checkpoints of one training, short branches train on the same samples with 1, 2, 4, ... times the
+    batch, and with the rate that the scaling rule gives for it. The critical batch size at a checkpoint is
+    the largest batch whose loss at the end of the branch is not above that of the smallest batch by more
+    than a tolerance. Between two batches, the loss is interpolated in the logarithm of the batch.
+
+    Source: Merrill et al., "Critical Batch Size Revisited", arXiv:2505.23971.
 
     Attributes:
         epochs: Epochs of the training after which branches begin.

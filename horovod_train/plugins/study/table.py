@@ -1,6 +1,9 @@
 """The table of a study: a row per policy and number of ranks, with means over seeds and comparisons.
 
-Also here: advice before a run: whether a study of the job has found the global batch to lose accuracy.
+StudyTable   rows of a study, and the row with which the others are compared
+cells_of     the table as text
+verdicts     sentences about a study
+advice_for   advice before a run: whether a study of the job has found the global batch to lose accuracy
 """
 
 from __future__ import annotations

@@ -1,38 +1,12 @@
-"""The framework TensorFlow: replica, readers and random state of a job.
+"""TensorFlow on Horovod, for jobs and for users' own training loops.
 
-Interface of a task for TensorFlow.
-
-class MyTask:
-    def model(self): ...                         a keras.Model or tf.Module
-    def train_data(self): ...                    samples: __len__ and __getitem__, NumPy arrays
-    def loss(self, model, batch, training): ...  mean loss over the samples of a batch
-
-    def eval_data(self): ...                     optional: data for evaluation
-    def metrics(self, model, batch): ...         optional: {name: one value per sample}
-
-``loss`` and ``metrics`` are compiled with ``tf.function``.
-
-Gradients averaged over ranks, for TensorFlow training loops; in ``tf.function`` or eagerly.
-
-Example::
-
-    ranks = init()
-    broadcast(ranks, model.variables)
-    with tf.GradientTape() as tape:
-        loss = ...
-    gradients = DistributedGradientTape(tape, ranks).gradient(loss, variables)
-
-The training step in one graph: forward pass, backward pass, sum over ranks, update.
-
-TensorFlow runs an operation of a graph as soon as its inputs are available: one weight is updated while the
-gradient of another is being summed.
-
-Sums of gradients over ranks in a TensorFlow graph.
-
-Each bucket is one all-reduce. TensorFlow runs an operation of a graph as soon as its inputs are available: a
-bucket is sent while the backward pass computes the next one.
-
-Also here: communicator that uses Horovod's TensorFlow binding.
+TensorflowTask            the interface of a task
+TensorflowCommunicator    communicator that uses Horovod's TensorFlow binding
+Exchange                  sums of tensors over ranks, in a graph or eagerly
+init                      starts Horovod in a user's training loop
+DistributedGradientTape   averages gradients over ranks in a user's training loop
+TensorflowReplica         training step in one graph
+TensorflowFramework       replica, readers and random state of a job
 """
 
 from __future__ import annotations
@@ -76,7 +50,19 @@ OPTIONAL = ("eval_data", "metrics")
 
 
 class TensorflowTask(Protocol):
-    """The required methods of a task."""
+    """The required methods of a task.
+
+    A task is a class with these methods. The optional ones are not in the protocol.
+
+        class MyTask:
+            def model(self): ...                         a keras.Model or tf.Module
+            def train_data(self): ...                    samples: __len__ and __getitem__, NumPy arrays
+            def loss(self, model, batch, training): ...  mean loss over the samples of a batch
+            def eval_data(self): ...                     optional: data for evaluation
+            def metrics(self, model, batch): ...         optional: {name: one value per sample}
+
+    ``loss`` and ``metrics`` are compiled with ``tf.function``.
+    """
 
     def model(self) -> Any:
         """Return a new model."""
@@ -120,6 +106,9 @@ NARROW = (tf.bfloat16, tf.float16)  # summed in float32: Horovod has no bfloat16
 
 class Exchange(exchange.Exchange):
     """Sums lists of TensorFlow tensors over ranks, in a graph or eagerly.
+
+    Each bucket is one all-reduce. TensorFlow runs an operation of a graph as soon as its inputs are
+    available: a bucket is sent while the backward pass computes the next one.
 
     Do not pass constants of a graph: TensorFlow folds operations on constants when it optimizes the graph,
     so their collective would run on one rank and not on others.
@@ -176,6 +165,14 @@ def init() -> Communicator:
 
 class DistributedGradientTape:
     """A gradient tape that averages gradients over ranks.
+
+    It works in ``tf.function`` or eagerly. Example::
+
+        ranks = init()
+        broadcast(ranks, model.variables)
+        with tf.GradientTape() as tape:
+            loss = ...
+        gradients = DistributedGradientTape(tape, ranks).gradient(loss, variables)
 
     Args:
         tape: The tape that recorded the loss.
@@ -237,6 +234,10 @@ WIRE_DTYPES = {"fp32": tf.float32, "fp16": tf.float16}
 
 class TensorflowReplica(VariablesReplica):
     """The model and optimizer of one rank.
+
+    A step is one graph: forward pass, backward pass, sum over ranks, update. TensorFlow runs an operation
+    of a graph as soon as its inputs are available: one weight is updated while the gradient of another is
+    being summed.
 
     Args:
         model: A built Keras model, or a ``tf.Module``.

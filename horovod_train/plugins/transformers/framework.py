@@ -1,17 +1,7 @@
-"""The framework Transformers: replica and readers of a job, and training by ``Trainer``.
+"""Transformers on Horovod: replica and readers of a job, and training by ``Trainer``.
 
-Interface of a task for Transformers.
-
-class MyTask:
-    def model(self): ...            a model that returns its loss if a batch contains labels
-    def train_data(self): ...       a dataset of dictionaries with __len__ and __getitem__
-
-    def eval_data(self): ...        optional: data for evaluation
-    def collate(self, samples): ... optional: joins samples into a batch, such as a data collator
-    def metrics(self, found): ...   optional: {name: value} of an EvalPrediction over all samples
-    def callbacks(self): ...        optional: a list of TrainerCallbacks
-
-The job sets the optimizer and its learning rate.
+TransformersTask        the interface of a task
+TransformersFramework   training of a job
 """
 
 from __future__ import annotations
@@ -71,7 +61,20 @@ OPTIONAL = ("eval_data", "collate", "metrics", "callbacks")
 
 
 class TransformersTask(Protocol):
-    """The required methods of a task."""
+    """The required methods of a task.
+
+    A task is a class with these methods. The optional ones are not in the protocol.
+
+        class MyTask:
+            def model(self): ...            a model that returns its loss if a batch contains labels
+            def train_data(self): ...       a dataset of dictionaries with __len__ and __getitem__
+            def eval_data(self): ...        optional: data for evaluation
+            def collate(self, samples): ... optional: joins samples into a batch, such as a data collator
+            def metrics(self, found): ...   optional: {name: value} of an EvalPrediction over all samples
+            def callbacks(self): ...        optional: a list of TrainerCallbacks
+
+    The job sets the optimizer and its learning rate.
+    """
 
     def model(self) -> torch.nn.Module:
         """Return a new model."""

@@ -1,15 +1,9 @@
-"""Transformers ``Trainer`` on Horovod's ranks.
+"""Transformers ``Trainer`` on Horovod's ranks, in users' scripts.
 
-Accelerate must detect a single process, because it initializes torch.distributed for several. This module
-implements what Accelerate does for several processes: parts of the data, the sum of gradients, the mean over
-tokens, the evaluation, and writing of files on rank 0.
-
-Whether a loss is divided by the number of items (labels, tokens) of the whole step.
-
-Trainer passes this number to each model whose ``forward`` accepts further arguments. Many models ignore it,
-such as BertForSequenceClassification, and return a mean over the labels of their batch.
-
-Also here: micro-batches of an epoch for ``Trainer``, as lists of indices.
+init               starts Horovod, and hides the ranks from Accelerate
+ShardedBatches     micro-batches of an epoch, as lists of indices
+divides_by_items   whether a loss is divided by the number of items (labels, tokens) of the whole step
+HorovodTrainer     a ``Trainer`` that trains on all ranks; ``HorovodTrainerMixin`` for other trainers
 """
 
 from __future__ import annotations
@@ -128,6 +122,10 @@ TOLERANCE = 0.02
 def divides_by_items(trainer: Any, inputs: dict[str, Any]) -> bool | None:
     """Compute a loss with two numbers of items, in evaluation mode. Collective.
 
+    Trainer passes the number of items (labels, tokens) of the whole step to each model whose ``forward``
+    accepts further arguments. Many models ignore it, such as BertForSequenceClassification, and return a
+    mean over the labels of their batch.
+
     Args:
         trainer: A ``HorovodTrainer``.
         inputs: A micro-batch of this rank.
@@ -204,6 +202,10 @@ def hide_launcher(environ: MutableMapping[str, str]) -> None:
 
 class HorovodTrainerMixin:
     """Mixin that trains on all ranks; the first base class: ``class T(HorovodTrainerMixin, Trainer)``.
+
+    Accelerate must detect a single process, because it initializes torch.distributed for several. This
+    class implements what Accelerate does for several processes: parts of the data, the sum of gradients,
+    the mean over tokens, the evaluation, and writing of files on rank 0.
 
     Further keyword arguments of the trainer are ``world``, ``bucket_size_mib``, ``wire_dtype`` and ``device``
     (default: the rank's GPU). Each rank reads its part of every global batch, and each sample counts once per

@@ -1,12 +1,12 @@
-"""Base class of hooks, and the objects from which hooks are created.
+"""Base class of hooks, the objects from which hooks are created, and the exchange between ranks.
 
-Periodic exchange of data between ranks, about twice a second, in one all-gather.
+    Hook, HookParts      base class of hooks, and the objects from which the hooks of a run are created
+    PeriodicExchange     exchange of the hooks' data between ranks
+    ScheduleArguments    arguments of the optimizer that follow schedules (``optimizer.schedules``)
+    record_step, save_checkpoint, resume_from
+                         functions for jobs and users' own loops: record a step, save, resume
 
-A collective takes about a millisecond. Therefore, it is not called in each step, and one collective transfers
-the data of all hooks, such as the preemption flag and step times.
-
-Also here: arguments of the optimizer that follow schedules (``optimizer.schedules``); functions for jobs
-and users' own loops: record a step, save, resume.
+Every rank must call ``save_checkpoint`` and ``resume_from``.
 """
 
 from __future__ import annotations
@@ -182,6 +182,10 @@ class Contribution(Protocol):
 class PeriodicExchange:
     """An all-gather after some of the steps, which are the same on all ranks. ``clock`` must be monotonic.
 
+    It takes place about twice a second. A collective takes about a millisecond. Therefore, it is not called
+    in each step, and one collective transfers the data of all hooks, such as the preemption flag and step
+    times.
+
     Attributes:
         contributions: The participants, in the same order on all ranks.
         interval_s: Time between the last two exchanges, in seconds.
@@ -270,8 +274,8 @@ class HookParts:
 class Hook(Callbacks):
     """Base class of hooks. Subclasses override some of the methods of callbacks.
 
-    A hook is a class in its own file and an entry of ``registry.HOOKS``, which determines the order of hooks.
-    Hooks run on all ranks, unless ``of`` returns None.
+    A hook is a class with an entry in ``registry.OBSERVERS`` or ``registry.HOOKS``, which determine the
+    order of hooks. Hooks run on all ranks, unless ``of`` returns None.
     """
 
     @classmethod
@@ -287,7 +291,10 @@ def make_hooks(parts: HookParts, locations: Sequence[str] = HOOKS) -> list[Hook]
 
 
 class ScheduleArguments(Hook):
-    """Sets arguments of the optimizer before each step."""
+    """Sets arguments of the optimizer before each step.
+
+    The arguments follow the schedules in ``optimizer.schedules``.
+    """
 
     _schedules: ArgumentSchedules
 

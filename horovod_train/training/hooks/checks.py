@@ -1,8 +1,12 @@
-"""Check that replicas are identical on all ranks; a difference ends training.
+"""Hooks that check and preserve the state of ranks.
 
-Also here: comparison of the gradient of all ranks with that of one process; comparison of the state in
-Python between ranks, and reports of state that checkpoints do not contain; random generators during
-evaluations.
+    CheckReplicasIdentical   replicas are identical on all ranks
+    CompareWithOneProcess    compares the gradient of all ranks with that of one process
+    WatchPythonState         compares the state in Python between ranks, and reports state that checkpoints
+                             do not contain
+    KeepGenerators           random generators during evaluations
+
+A difference between replicas ends training.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Periodic checkpoints of the job, and one at the end of training.
+"""Hooks that save, evaluate and end the job.
 
-Preemption without loss of work: after a signal to any rank, all ranks stop after the same step.
+    SaveCheckpoints         periodic checkpoints of the job, and one at the end of training
+    EvaluateWithinEpoch     evaluations within an epoch
+    StopWhenPreempted       preemption without loss of work
+    PreemptionAgreement     after a signal to any rank, all ranks stop after the same step
 
-    signal on one rank -> flag -> exchanged at a step boundary -> all ranks save -> all exit with code 75
-
-The flag is part of the periodic exchange between ranks, about twice a second (``training/hooks/base.py``).
-
-Also here: evaluations within an epoch; the loop itself evaluates at the end of an epoch.
+The loop itself evaluates at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -131,6 +130,10 @@ class PreemptionRequest:
 
 class PreemptionAgreement:
     """Agreement of all ranks to exit after the same step, once ``is_preempted`` returns True on any rank.
+
+    signal on one rank -> flag -> exchanged at a step boundary -> all ranks save -> all exit with code 75
+
+    The flag is part of the periodic exchange between ranks, about twice a second (``PeriodicExchange``).
 
     ``exchange`` is the periodic exchange between ranks; None: a new one with ``clock``.
     """

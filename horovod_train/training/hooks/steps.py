@@ -1,8 +1,12 @@
-"""Human-readable reports of training progress.
+"""Hooks that use the results of steps.
 
-Also here: metrics of this rank for Prometheus; experiment trackers of the job, which receive losses and
-metrics on rank 0; attribution of waiting time to ranks, from the exchanged wait and phase times of all
-ranks; the gradient noise scale and the critical batch size.
+    ReportProgress     human-readable reports of training progress
+    RecordMetrics      metrics of this rank for Prometheus
+    Track              experiment trackers of the job
+    AttributeWaiting   attribution of waiting time to ranks, from the wait and phase times of all ranks
+    MeasureNoise       the gradient noise scale and the critical batch size
+
+Experiment trackers receive losses and metrics on rank 0.
 """
 
 from __future__ import annotations

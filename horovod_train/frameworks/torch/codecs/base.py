@@ -1,12 +1,10 @@
-"""Interfaces of gradient codecs. A codec defines how a bucket of gradients is summed over ranks.
+"""Gradient codecs. A codec defines how a bucket of gradients is summed over ranks.
 
-A codec is a module of this package (or of another package) and one row of ``registry.CODECS``. It creates one
-``BucketExchange`` per bucket. In each step, gradients are copied to its ``body``, ``exchange`` runs
-collectives, and ``body`` then contains the sum over ranks. The collectives of a bucket may depend on each
-other; those of different buckets overlap.
-
-Also here: dense codecs: an in-place all-reduce of all elements of a gradient, in 32 bits or rounded to 16
-bits.
+Codec            base class of codecs
+BucketExchange   gradients of one bucket, and the collectives that sum them
+make_codec       the job's codec
+Dense            dense codecs: an in-place all-reduce of all elements of a gradient, in 32 bits or
+                 rounded to 16 bits
 """
 
 from __future__ import annotations
@@ -57,6 +55,10 @@ class BucketLayout:
 class BucketExchange:
     """Gradients of one bucket, and the collectives that sum them.
 
+    In each step, gradients are copied to its ``body``, ``exchange`` runs collectives, and ``body`` then
+    contains the sum over ranks. The collectives of a bucket may depend on each other; those of different
+    buckets overlap.
+
     Attributes:
         body: Flat gradients; after ``exchange``, their sum over ranks, bitwise equal on all ranks.
         trailer: Flags and loss, summed uncompressed in at least 32 bits; None: the caller sums them.
@@ -92,6 +94,9 @@ class BucketExchange:
 
 class Codec:
     """Base class of codecs.
+
+    A codec is a module of this package (or of another package) and one row of ``registry.CODECS``. It
+    creates one ``BucketExchange`` per bucket.
 
     Attributes:
         rules: How a state is loaded on another number of ranks, by the second item of its ``StateKey``.

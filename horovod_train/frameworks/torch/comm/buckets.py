@@ -1,21 +1,13 @@
 """Buckets: gradients of several parameters in a flat tensor, which one message sums over ranks.
 
-The bucket pipeline: gradients fill buckets during the backward pass, and full buckets are summed.
-
-    a parameter's gradient is complete -> the gradient is copied into its bucket
-    the last gradient of a bucket      -> the bucket's collectives start (``BucketExchange``)
-    after the backward pass            -> incomplete buckets are sent; the rank waits for all collectives
+    Slot               a parameter's place in its bucket
+    Bucket             gradients of some parameters in flat memory
+    Trailer            numbers that ranks sum with the gradients of a step
+    GradientPipeline   fills buckets during the backward pass, and sums full buckets
+    ScatteredMessage   exchange under ``zero``: a reduce-scatter that returns this rank's part
 
 The layout of buckets depends only on the parameters, so the order of additions is fixed: results are
-bitwise reproducible. A trailer is summed in each step, within the last bucket or separately:
-
-    used      one flag per parameter: this rank has its gradient. The ``grad`` of a parameter that no rank
-              uses remains None, as in a single process
-    noise     sums of the parts of the step, for the gradient noise scale (``step/deferred.py``), if enabled
-    changed   flag: this rank's set of trained parameters has changed
-    loss      this rank's part of the loss; the sum is the loss of the step
-
-Also here: exchange of a bucket under the strategy ``zero``: a reduce-scatter that returns this rank's part.
+bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -197,6 +189,15 @@ POLL_S = 0.0003
 class Trailer:
     """Numbers that ranks sum with the gradients of a step, stored in a flat tensor.
 
+    It is summed in each step, within the last bucket or separately:
+
+        used      one flag per parameter: this rank has its gradient. The ``grad`` of a parameter that no
+                  rank uses remains None, as in a single process
+        noise     sums of the parts of the step, for the gradient noise scale (``step/deferred.py``), if
+                  enabled
+        changed   flag: this rank's set of trained parameters has changed
+        loss      this rank's part of the loss; the sum is the loss of the step
+
     Args:
         numbers: Shape [number of parameters + ``num_noise`` + 2].
         num_noise: Number of elements of ``noise``.
@@ -228,6 +229,12 @@ class Trailer:
 
 class GradientPipeline:
     """Sums of the gradients of parameters over ranks, in buckets.
+
+    .. code-block:: text
+
+        a parameter's gradient is complete -> the gradient is copied into its bucket
+        the last gradient of a bucket      -> the bucket's collectives start (``BucketExchange``)
+        after the backward pass            -> incomplete buckets are sent; the rank waits for collectives
 
     Args:
         named: The trained parameters by name.

@@ -1,6 +1,10 @@
 """Collectives on PyTorch tensors: through Horovod's PyTorch binding, or in a single process.
 
-Also here: MPI in addition to Horovod, through mpi4py; sums of tensors over ranks, after the backward pass.
+TorchCommunicator   the ranks of a job, through Horovod's PyTorch binding
+ProcessSet          the ranks of a Horovod process set
+TorchSingleRank     a single process: collectives return their input
+Exchange            sums of tensors over ranks, after the backward pass
+mpi                 MPI in addition to Horovod, through mpi4py
 """
 
 from __future__ import annotations

@@ -1,26 +1,9 @@
-"""Process group of ``torch.distributed`` for ranks that any launcher has started.
+"""Process groups of ``torch.distributed``, and the collectives that ranks enter in them.
 
-It requires neither torchrun nor its environment variables: the ranks are those of Horovod. Rank 0 binds a
-free port, and broadcasts it through Horovod. GPUs use NCCL, and CPUs use Gloo, on the interface that the
-launch has chosen. If it has chosen none, ranks on a single host use only the loopback interface.
-
-Reports ranks that are missing from a collective of ``torch.distributed``.
-
-Horovod's stall inspector sees only Horovod's collectives. PyTorch's collectives block in a backward pass
-until they time out, but PyTorch records them (its flight recorder). A thread of each rank reads the
-collectives in flight, records the oldest one as the collective that this rank waits in, and sets a key in the
-store of the process group. Ranks without a key have not entered the collective.
-
-Agreement of ranks on the order of the collectives in their forward and backward passes.
-
-Passes may contain collectives: ``fully_shard`` gathers a unit when it is called, and DeepSpeed reduces
-gradients when they are complete. If ranks call different modules, their collectives do not match: weights
-are wrong if sizes are equal; otherwise, a process is aborted or hangs.
-
-Each rank records an event before each collective of a pass, and compares it with the previous pass of the
-same kind. If the path is unchanged, this costs one comparison of names. A rank whose path changes checks,
-through the store of the process group, that the paths of all ranks change identically. If they do not, the
-rank ends training before it enters the wrong collective.
+init_process_group   the process group of all ranks, which any launcher may have started
+CollectiveWatch      reports ranks that are missing from a collective
+PathAgreement        agreement of ranks on the order of the collectives in their passes
+explain_distributed  this package's error for a failed collective of PyTorch
 """
 
 from __future__ import annotations
@@ -65,6 +48,15 @@ HINT = (
 
 class PathAgreement:
     """Comparison of the path of this rank's passes with the paths of all other ranks.
+
+    Passes may contain collectives: ``fully_shard`` gathers a unit when it is called, and DeepSpeed reduces
+    gradients when they are complete. If ranks call different modules, their collectives do not match:
+    weights are wrong if sizes are equal; otherwise, a process is aborted or hangs.
+
+    Each rank records an event before each collective of a pass, and compares it with the previous pass of
+    the same kind. If the path is unchanged, this costs one comparison of names. A rank whose path changes
+    checks, through the store of the process group, that the paths of all ranks change identically. If they
+    do not, the rank ends training before it enters the wrong collective.
 
     Args:
         store: Store of the process group; no other thread may use this object.
@@ -220,6 +212,11 @@ def log_stalled(event: Stalled) -> None:
 class CollectiveWatch:
     """Background thread that watches the collectives of this rank.
 
+    Horovod's stall inspector sees only Horovod's collectives. PyTorch's collectives block in a backward
+    pass until they time out, but PyTorch records them (its flight recorder). The thread reads the
+    collectives in flight, records the oldest one as the collective that this rank waits in, and sets a key
+    in the store of the process group. Ranks without a key have not entered the collective.
+
     ``report`` receives the ranks that have not entered a collective within ``health.stall_warning_s``. No
     other thread may use ``store``, the store of the process group.
 
@@ -351,6 +348,11 @@ TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout"
 
 def init_process_group(ranks: Communicator, device: torch.device, health: Health) -> None:
     """Initialize the process group of all ranks. Collective; safe to call twice.
+
+    This requires neither torchrun nor its environment variables: the ranks are those of Horovod. Rank 0
+    binds a free port, and broadcasts it through Horovod. GPUs use NCCL, and CPUs use Gloo, on the interface
+    that the launch has chosen. If it has chosen none, ranks on a single host use only the loopback
+    interface.
 
     It uses NCCL if ``device`` is a GPU. The timeout of its collectives is ``health.stall_shutdown_s``.
 

@@ -1,12 +1,15 @@
 """Local tensors: a rank's shard of model and optimizer state, by names of the whole model.
 
-A checkpoint contains the whole state: weights, and optimizer state by parameter name. A rank may load all of
-it or a shard, under any strategy and number of ranks.
+    to_blob, pack_tensors   conversion between tensors and arrays of a checkpoint
+    LocalTensor             a rank's shard of one tensor of the whole model
+    optimizer_document      optimizer state of a checkpoint for the parameters of this rank
+    unsharded_parameters    parameters that ``fully_shard`` does not shard, which each rank stores whole
+    TrainedParameters       the trained parameters, which may change between steps, identically on all ranks
+    load_initial            initial weights from a file, of which a model on the meta device loads only this
+                            rank's shard
 
-Also here: conversion between tensors and arrays of a checkpoint; parameters that ``fully_shard`` does not
-shard, which each rank stores whole; the trained parameters of a model, which may change between steps,
-identically on all ranks; initial weights from a file, of which a model on the meta device loads only this
-rank's shard.
+A checkpoint contains the whole state: weights, and optimizer state by parameter name. A rank may load all
+of it or a shard, under any strategy and number of ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Base class of the PyTorch replica: state and evaluation of a rank's model, without training steps.
+"""Model of one rank: its state in a checkpoint, and its evaluation, without training steps.
 
-Also here: state of a replica in a checkpoint; a task's step with fake tensors, which have shape and dtype
-but no memory.
+SavedState     saves and loads the state of a replica
+ReplicaBase    base class of the PyTorch replica
+meta_model     a task's model with fake tensors, which have shape and dtype but no memory
+loss_of        loss of a batch in the job's precision, also with fake tensors
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
-"""The PyTorch optimizer of a job (on a GPU in its fused form, if that is equivalent), and learning rates.
+"""The PyTorch optimizer of a job, its learning rates, and how its state is split.
 
-Also here: elementwise optimizers: each element is updated independently, so a rank can update a slice of a
-weight.
+optimizer_over       the job's optimizer (on a GPU in its fused form, if that is equivalent)
+GroupRates           learning rates of an optimizer's groups, relative to the job's rate
+ScheduledArguments   arguments that follow schedules, such as ``momentum``
+check_elementwise    refuses an optimizer that does not update each element independently: with others,
+                     a rank cannot update a slice of a weight
+move_state           copies the state of a parameter to a slice of it
+Lamb                 the optimizer LAMB
 """
 
 from __future__ import annotations
@@ -108,7 +113,7 @@ def is_fused_by_default(factory: object, args: Mapping[str, Any], groups: Iterab
     """Return whether the fused form is chosen because neither arguments nor groups specify the form.
 
     The fused form runs one kernel instead of several per parameter, and can skip a step on the device, except
-    with dampening (see ``update.py``).
+    with dampening (see ``step/update.py``).
     """
     if factory not in FUSED or {"fused", "foreach", "capturable", "differentiable"} & args.keys():
         return False

@@ -1,13 +1,9 @@
-"""Per-rank state by parameter, saved in checkpoints and loaded on any number of ranks.
+"""State of a rank other than weights, buffers and optimizer state.
 
-The rule of a key defines what a rank loads from a checkpoint of another number of ranks:
-
-    SUM   only the sum over ranks matters (residuals): each of M ranks loads the sum divided by M
-    SAME  equal on all ranks: rank 0 saves it, and all ranks load it
-    RANK  specific to a rank: each rank loads its own state; additional ranks load nothing
-
-Also here: python state of a task and a model, that is, state other than parameters and buffers; state and
-seeds of the random generators of Python, NumPy and PyTorch.
+RankState        per-rank state by parameter, saved in checkpoints, loaded on any number of ranks
+python_state     state of a task and a model in Python: other than parameters and buffers
+rng_state        state of the random generators of Python, NumPy and PyTorch
+seed_generators  seeds of these generators
 """
 
 from __future__ import annotations
@@ -34,7 +30,14 @@ RESIDUAL = "residual"
 
 
 class Rule(Enum):
-    """Rule by which a state is loaded on another number of ranks."""
+    """Rule by which a state is loaded on another number of ranks.
+
+    The rule of a key defines what a rank loads from a checkpoint of another number of ranks:
+
+        SUM   only the sum over ranks matters (residuals): each of M ranks loads the sum divided by M
+        SAME  equal on all ranks: rank 0 saves it, and all ranks load it
+        RANK  specific to a rank: each rank loads its own state; additional ranks load nothing
+    """
 
     SUM = auto()
     SAME = auto()

@@ -1,14 +1,9 @@
-"""Buffers that depend on the samples of a rank, and that are averaged over ranks after each step.
+"""Averages of buffers and weights, and the running statistics of a model.
 
-Averaged weights, which are evaluated and exported instead of the trained weights.
-
-There are two kinds: an exponential moving average of the weights (``ema`` in the job), and the evaluation
-weights of an optimizer with two modes (``ScheduleFreeAdamW``: ``optimizer.eval()`` and ``train()``). A rank
-stores the averages of its local shard. A checkpoint contains averaged and trained weights. The trained
-weights are restored exactly after an evaluation.
-
-Also here: running statistics of normalization layers, which a forward pass changes even if the step is
-skipped.
+AveragedBuffers     buffers that depend on a rank's samples, averaged over ranks after each step
+AveragedWeights     averaged weights, which are evaluated and exported instead of the trained weights
+RunningStatistics   statistics of normalization layers, which a forward pass changes even if the step is
+                    skipped
 """
 
 from __future__ import annotations
@@ -136,6 +131,11 @@ def averaging_of(job: Job, num_data_ranks: int) -> Averaging | None:
 
 class AveragedWeights:
     """Averaged weights of one replica; ``averaging`` is None if the job has no moving average.
+
+    There are two kinds: an exponential moving average of the weights (``ema`` in the job), and the
+    evaluation weights of an optimizer with two modes (``ScheduleFreeAdamW``: ``optimizer.eval()`` and
+    ``train()``). A rank stores the averages of its local shard. A checkpoint contains averaged and trained
+    weights. The trained weights are restored exactly after an evaluation.
 
     Raises:
         UserError: Both kinds are requested, or the strategy cannot switch the optimizer's mode.

@@ -1,17 +1,9 @@
-"""Deferred results: the result of a step on a device is read later, so that the host does not block.
+"""Results of a step that are computed on a device.
 
-Squared norms of the gradients of parts of a step, for the gradient noise scale (``training/noise.py``).
-
-A part is the gradient that a rank passes to the all-reduce: that of its samples, or of one micro-batch if
-each is reduced (``zero``). Each rank adds the squared norms of its parts, and the sums travel in the trailer
-of the gradients. A single rank compares its first micro-batch with the whole step.
-
-.. code-block:: text
-
-    a part p has the gradient c_p = w_p g_p, with w_p: its fraction of the step's samples (or counted units)
-    mean over parts of |g_p|^2, weighted by w_p:   sum of |c_p|^2 / w_p
-
-Also here: time on a device, measured by events in its queue: the host only enqueues work.
+DeviceClock       time on a device, measured by events in its queue: the host only enqueues work
+DeferredOutcome   result of a step, which is read later, so that the host does not block
+NoiseMeter        squared norms of the gradients of parts of a step, for the gradient noise scale
+                  (``training/noise.py``)
 """
 
 from __future__ import annotations
@@ -292,6 +284,16 @@ def outcome_of(
 
 class NoiseMeter:
     """Measures the squared norms of the parts of a step, by parameter group.
+
+    A part is the gradient that a rank passes to the all-reduce: that of its samples, or of one micro-batch
+    if each is reduced (``zero``). Each rank adds the squared norms of its parts, and the sums travel in the
+    trailer of the gradients. A single rank compares its first micro-batch with the whole step.
+
+    .. code-block:: text
+
+        a part p has the gradient c_p = w_p g_p
+        w_p: its fraction of the step's samples (or counted units)
+        mean over parts of |g_p|^2, weighted by w_p:   sum of |c_p|^2 / w_p
 
     Args:
         optimizer: The optimizer, before a strategy shards it.

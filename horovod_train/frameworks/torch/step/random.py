@@ -1,16 +1,8 @@
-"""Functions of PyTorch that draw random numbers, and their replacements, which draw by sample.
+"""Random numbers of a forward pass.
 
-Random numbers that do not depend on the number of ranks (``train.randomness: sample``).
-
-Each random number of a forward pass is a hash of (seed, epoch, place of the sample in the epoch, number of
-the call, number of the element). A sample therefore has the same dropout mask and the same noise on any
-number of ranks, in any micro-batch, and after a resume. The functions of PyTorch that draw numbers are
-replaced by functions that use the hash while a forward pass runs in this thread. They require the batch as
-the first dimension.
-
-A draw that is not replaced changes the state of a default generator, which is checked after each micro-batch;
-the job then ends with the name of the operation. The hash is the mixer ``lowbias32`` of Christopher Wellons
-("Prospecting for Hash Functions", 2018), applied twice; on a CPU, it is faster than PyTorch's generator.
+RankDraws     ``train.randomness: rank``: each rank has its own generators
+SampleDraws   ``train.randomness: sample``: numbers do not depend on the number of ranks
+install       replaces the functions of PyTorch that draw by functions that draw by sample
 """
 
 from __future__ import annotations
@@ -69,6 +61,17 @@ class RankDraws:
 
 class SampleDraws(RankDraws):
     """Draws of ``train.randomness: sample``.
+
+    Each random number of a forward pass is a hash of (seed, epoch, place of the sample in the epoch, number
+    of the call, number of the element). A sample therefore has the same dropout mask and the same noise on
+    any number of ranks, in any micro-batch, and after a resume. The functions of PyTorch that draw numbers
+    are replaced by functions that use the hash while a forward pass runs in this thread. They require the
+    batch as the first dimension.
+
+    A draw that is not replaced changes the state of a default generator, which is checked after each
+    micro-batch; the job then ends with the name of the operation. The hash is the mixer ``lowbias32`` of
+    Christopher Wellons ("Prospecting for Hash Functions", 2018), applied twice; on a CPU, it is faster than
+    PyTorch's generator.
 
     Args:
         seed: The job's seed.

@@ -1,22 +1,13 @@
-"""Whether a step is used, and the optimizer's update: unscale, clip and step, in this order.
+"""Loss of a step, the decision whether the step is used, and the optimizer's update.
 
-Loss and summed gradients are equal on all ranks, so all ranks make the same decision without
-communication. A strategy whose gradients differ between ranks communicates in ``is_finite``.
+    StepLoss          sum of the loss over micro-batches and ranks
+    UpdateOnHost      unscale, clip and step, in this order; the host decides whether the step is used
+    UpdateOnDevice    the same rules on the device; the host does not block
+    TaskAfterUpdate   a task's ``after_update(model)``, which changes weights after each update, identically
+                      on all ranks
 
-On a CPU, the host decides. With a GPU, the host would have to wait for the device in each step; instead, the
-device applies the same rules, and the optimizer receives the decision as a tensor: PyTorch's fused optimizers
-skip the step if ``found_inf`` is 1. After a step that ends training, later steps are skipped until the host
-has read the result.
-
-The loss of a step: a sum over micro-batches and ranks.
-
-A task returns a mean over the samples of a micro-batch, which is weighted by the micro-batch's part of the
-step's samples; or a sum and a count, for a mean over other units (tokens except padding, samples that
-``collate`` has retained, class weights). Sums and counts are added over the whole step; at its end, the total
-loss and the gradients are divided by the total count.
-
-Also here: the loss of a step; a task's ``after_update(model)``, which changes weights after each update,
-identically on all ranks.
+Loss and summed gradients are equal on all ranks, so all ranks make the same decision without communication.
+A strategy whose gradients differ between ranks communicates in ``is_finite``.
 """
 
 from __future__ import annotations
@@ -97,6 +88,8 @@ def clip(strategy: Strategy, limit: float | None) -> float:
 class UpdateOnHost:
     """Update with the decision on the host, which reads loss and norm.
 
+    It is used on a CPU, and if the optimizer cannot skip a step on the device (``can_be_masked``).
+
     Args:
         optimizer: Updates the weights.
         strategy: Provides the gradients and their norm.
@@ -155,6 +148,10 @@ class UpdateOnHost:
 
 class UpdateOnDevice:
     """Update with the decision on the device, by the rules of ``UpdateOnHost``; the host does not block.
+
+    The host would have to wait for a GPU in each step. Instead, the device applies the rules, and the
+    optimizer receives the decision as a tensor: PyTorch's fused optimizers skip the step if ``found_inf``
+    is 1. After a step that ends training, later steps are skipped until the host has read the result.
 
     Arguments are as in ``UpdateOnHost``; the optimizer must satisfy ``can_be_masked``.
     """
@@ -332,6 +329,11 @@ NAME = "horovod_train.denominator"
 
 class StepLoss:
     """Accumulator of the loss of the current step.
+
+    A task returns a mean over the samples of a micro-batch, which is weighted by the micro-batch's part of
+    the step's samples; or a sum and a count, for a mean over other units (tokens except padding, samples
+    that ``collate`` has retained, class weights). Sums and counts are added over the whole step; at its
+    end, the total loss and the gradients are divided by the total count.
 
     Args:
         strategy: Sums losses and gradients over ranks.

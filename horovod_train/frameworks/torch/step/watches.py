@@ -1,14 +1,7 @@
-"""Refusal of a task's loss that changes gradients itself, or registers hooks of gradients.
+"""Checks that a task does not change gradients or weights where a strategy would not notice.
 
-Gradients are weighted by the rank's part of the samples, and are sent during the backward pass. A gradient
-that the loss creates would count as that of the whole batch, and a hook that the loss registers would run
-after the gradient is sent.
-
-Notices writes to weights where a strategy would lose them.
-
-PyTorch counts writes to a tensor, but not those through ``.data``. Comparing contents costs as much as
-reading them. Therefore counts are compared each time, and the content of one group of weights in turn. At the
-start, the content of each small group is compared, too.
+GradientWatch   refuses a loss that changes gradients itself, or registers hooks of gradients
+WeightWatch     notices writes to weights where a strategy would lose them
 """
 
 from __future__ import annotations
@@ -29,6 +22,10 @@ Gradients = list[torch.Tensor | None]
 
 class GradientWatch:
     """Comparison of gradients and hooks before and after the loss of a micro-batch.
+
+    Gradients are weighted by the rank's part of the samples, and are sent during the backward pass. A
+    gradient that the loss creates would count as that of the whole batch, and a hook that the loss
+    registers would run after the gradient is sent.
 
     ``parameters`` returns the parameters that may have gradients. ``strategy`` refuses a backward pass while
     the loss is computed.
@@ -126,6 +123,10 @@ class Turns:
 
 class WeightWatch:
     """Compares weights at two times.
+
+    PyTorch counts writes to a tensor, but not those through ``.data``. Comparing contents costs as much as
+    reading them. Therefore counts are compared each time, and the content of one group of weights in turn.
+    At the start, the content of each small group is compared, too.
 
     Args:
         turns: Shared by all groups of weights of a model, among which this is one more; None: only counts of

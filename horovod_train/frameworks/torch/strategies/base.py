@@ -1,34 +1,14 @@
 """Interfaces of parallelism strategies, which define how ranks compute one training step together.
 
-A strategy is a class in a package of this folder or of another package, with a row in
-``registry.STRATEGIES`` that leads to what it declares (``config.support.StrategySupport``). It implements
-these interfaces:
+Strategy       base class of all strategies, which implements these interfaces:
+GradientSync   gradients and loss of a step, over all ranks
+Updater        update of the weights, and what ranks exchange after it
+LocalState     this rank's part of weights and optimizer state, for checkpoints
+Schedule       order of the passes of a step, for pipelines
 
-    GradientSync   gradients and loss of a step, over all ranks
-    Updater        update of the weights, and what ranks exchange after it
-    LocalState     this rank's part of weights and optimizer state, for checkpoints
-    Schedule       order of the passes of a step, for pipelines
-
-``Capabilities`` declares the properties that the replica (``step/replica.py``) depends on. Methods are called
-in this order:
-
-    __init__     with the mesh of ranks, the job and ``strategy.args``; refuses unsupported jobs
-    wrap         before the optimizer is created: moves the model to its device, and shards or wraps it
-    bind         with the model and its optimizer
-    forward_module  returns the module that the task calls
-    in each step
-      begin              with the samples of this rank
-      prepare_backward  before each forward and backward pass
-      backward           runs the backward pass
-        or run_schedule, if ``owns_schedule``: runs all passes
-      reduce             completes the gradients; returns the loss of the global batch
-      divide_gradients   if the loss is a sum and a count
-      norm, is_finite, gradients: called by the update (``step/update.py``), which clips the gradients
-        or update, if ``owns_update``: replaces these three and the optimizer's step
-      after_update       after the optimizer's step, or after a skipped step
-    close        detaches all hooks: Lightning uses the model after training
-
-Also here: the norm of gradients, which is as accurate on a CPU as on a GPU.
+Capabilities   properties of a strategy that the replica (``step/replica.py``) depends on
+total_norm     norm of gradients, which is as accurate on a CPU as on a GPU
+make_strategy  the job's strategy
 """
 
 from __future__ import annotations
@@ -342,6 +322,27 @@ class Schedule:
 
 class Strategy(GradientSync, Updater, LocalState, Schedule):
     """Base class of all strategies; its defaults are those of data parallelism over whole replicas.
+
+    A strategy is a class in a package of this folder or of another package, with a row in
+    ``registry.STRATEGIES`` that leads to what it declares (``config.support.StrategySupport``).
+
+    Methods are called in this order:
+
+        __init__     with the mesh of ranks, the job and ``strategy.args``; refuses unsupported jobs
+        wrap         before the optimizer is created: moves the model to its device, and shards or wraps it
+        bind         with the model and its optimizer
+        forward_module  returns the module that the task calls
+        in each step
+          begin              with the samples of this rank
+          prepare_backward  before each forward and backward pass
+          backward           runs the backward pass
+            or run_schedule, if ``owns_schedule``: runs all passes
+          reduce             completes the gradients; returns the loss of the global batch
+          divide_gradients   if the loss is a sum and a count
+          norm, is_finite, gradients: called by the update (``step/update.py``), which clips the gradients
+            or update, if ``owns_update``: replaces these three and the optimizer's step
+          after_update       after the optimizer's step, or after a skipped step
+        close        detaches all hooks: Lightning uses the model after training
 
     Attributes:
         capabilities: Properties that the replica depends on.

@@ -1,26 +1,8 @@
-"""Compare the gradient of several ranks with that of one process on the joint batch.
+"""Comparisons of several ranks with each other, and with one process on the joint batch.
 
-The reference of a job on n ranks is one process with all samples of a step. A sum of the ranks' gradients
-differs from its gradient if the loss is not a mean over samples: if it compares samples with each other
-(in-batch negatives), normalizes by statistics of the batch, or divides by a number of tokens. To see this,
-the replica makes two steps of the same few samples whose gradients are discarded:
-
-    parts   half of the ranks have the first half of the samples, the others the second half; if all ranks
-            read the same samples, the halves are two micro-batches; if passes contain collectives, two
-            steps, because ranks must take the same path through the model
-    joint   each rank has all of them in one micro-batch
-
-All passes run as in training, except that random numbers are constants. After each step, weights, buffers,
-random generators and the state in Python are as before. Weights that a pass has written are compared, too.
-Of a gradient, only a random projection is kept, whose length is that of the gradient within about 5 %
-(Johnson and Lindenstrauss, 1984): a copy would need memory.
-
-Decides whether ranks have memory for comparisons.
-
-The plain model with which the first steps are compared has whole weights, gradients and optimizer state. A
-job that shards its model because it does not fit on one device must not fail because of a comparison.
-
-Also here: compare tensors of several ranks by a sum of their bits, on any device.
+Equality      compares tensors of several ranks by a sum of their bits, on any device
+has_room      decides whether ranks have memory for the plain model, with which steps are compared
+OneProcess    compares the gradient of the ranks with that of one process on the joint batch
 """
 
 from __future__ import annotations
@@ -206,6 +188,9 @@ COPIES = 4
 def has_room(model: torch.nn.Module, strategy: Strategy, device: torch.device, world: Communicator) -> bool:
     """Return whether all ranks have memory for the plain model; if not, log why. Collective.
 
+    The plain model has whole weights, gradients and optimizer state. A job that shards its model because it
+    does not fit on one device must not fail because of a comparison.
+
     The job itself has not allocated its gradients, optimizer state and activations yet. They are taken to
     need as much as its part of the plain model, and once its weights for activations and gathered layers.
     """
@@ -292,6 +277,21 @@ class Finding:
 
 class OneProcess:
     """Compares the gradient of the job with that of one process.
+
+    The reference of a job on n ranks is one process with all samples of a step. A sum of the ranks'
+    gradients differs from its gradient if the loss is not a mean over samples: if it compares samples with
+    each other (in-batch negatives), normalizes by statistics of the batch, or divides by a number of
+    tokens. To see this, the replica makes two steps of the same few samples whose gradients are discarded:
+
+        parts   half of the ranks have the first half of the samples, the others the second half; if all
+                ranks read the same samples, the halves are two micro-batches; if passes contain
+                collectives, two steps, because ranks must take the same path through the model
+        joint   each rank has all of them in one micro-batch
+
+    All passes run as in training, except that random numbers are constants. After each step, weights,
+    buffers, random generators and the state in Python are as before. Weights that a pass has written are
+    compared, too. Of a gradient, only a random projection is kept, whose length is that of the gradient
+    within about 5 % (Johnson and Lindenstrauss, 1984): a copy would need memory.
 
     Args:
         replica: The replica of this rank (a ``TorchReplica``).

@@ -1,9 +1,9 @@
-"""Passes that leave no trace: tensors that they change are restored, and random numbers are constants.
+"""Passes that leave no trace, and random projections of their gradients.
 
-One process and several ranks draw different numbers, so that their gradients can only be compared without
-randomness. Each operation that draws returns a value that every sample may have drawn.
-
-Also here: random projections of gradients, which are compared in place of copies.
+traceless   restores tensors, hooks, modes and random generators after a block
+Untouched   mode in which tensors can be restored, and random numbers are constants
+Gradient    loss and gradient of a step
+projected   random projection of a gradient, which is compared in place of a copy
 """
 
 from __future__ import annotations
@@ -99,6 +99,9 @@ def traceless(
 
 class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which tensors can be restored, and operations draw constants.
+
+    One process and several ranks draw different numbers, so that their gradients can only be compared
+    without randomness. Each operation that draws returns a value that every sample may have drawn.
 
     Args:
         of_model: Tensors of the model, which are restored.

@@ -1,25 +1,10 @@
-"""Compare the first steps under a strategy with the steps of the plain model.
+"""Checks of a job before training starts, and in its first steps.
 
-A strategy may replace parameters, change how modules are called, or update parts of weights. If this changes
-the results of a model, the strategy must be refused. A second call of the task's ``model()`` creates the
-reference replica: the plain model under ``allreduce``. It runs the first steps with copies of the same
-micro-batches and the same random state. Each step is compared twice:
-
-    before the update  loss and gradients
-    after the update   weights, buffers and optimizer state. The reference is updated with the strategy's
-                       gradients, so rounding errors do not accumulate and tolerances are tight.
-
-Python state (a counter, a temperature, a generator) may affect later steps only. If the task or the model
-changes such state, more steps are compared. Afterwards, the reference is deleted. An exception of the plain
-model is an error of the task. An exception under only the strategy is a refusal of the strategy.
-
-Copy a task for the steps of the reference model during verification.
-
-The copy has its own state, except shared state: class attributes, module variables, and variables captured by
-closures. A change of shared state is refused, because the loss is called twice and would change it twice.
-
-Also here: checks of a replica, its optimizer and its strategy in the first steps; checks that a model can
-be trained and saved, before training starts.
+check_model        refuses weights and buffers that a checkpoint cannot contain
+copy_of_task       copy of the task for the steps of the reference model
+SharedState        state that a task and its copy share, and that a call must not change
+StrategyVerifier   compares the first steps under a strategy with those of the plain model
+FirstSteps         checks of a replica, its optimizer and its strategy in the first steps
 """
 
 from __future__ import annotations
@@ -64,7 +49,12 @@ OF_A_LIBRARY = ("torch", "numpy", "builtins", "horovod_train", "horovod", "colle
 
 
 def copy_of_task(task: Any) -> Any:
-    """Copy a task; datasets, large arrays, and objects that cannot be copied (files, modules) are shared."""
+    """Copy a task; datasets, large arrays, and objects that cannot be copied (files, modules) are shared.
+
+    The copy has its own state, except shared state: class attributes, module variables, and variables
+    captured by closures. A change of shared state is refused (``SharedState``), because the loss is called
+    twice and would change it twice.
+    """
     own = copy.copy(task)
     memo: dict[int, Any] = {}
     if hasattr(own, "__dict__"):
@@ -220,6 +210,21 @@ CAUSES = {
 
 class StrategyVerifier:
     """Compares the steps of a strategy with those of a reference replica.
+
+    A strategy may replace parameters, change how modules are called, or update parts of weights. If this
+    changes the results of a model, the strategy must be refused. A second call of the task's ``model()``
+    creates the reference replica: the plain model under ``allreduce``. It runs the first steps with copies
+    of the same micro-batches and the same random state. Each step is compared twice:
+
+        before the update  loss and gradients
+        after the update   weights, buffers and optimizer state. The reference is updated with the
+                           strategy's gradients, so rounding errors do not accumulate and tolerances
+                           are tight.
+
+    Python state (a counter, a temperature, a generator) may affect later steps only. If the task or the
+    model changes such state, more steps are compared. Afterwards, the reference is deleted. An exception of
+    the plain model is an error of the task. An exception under only the strategy is a refusal of the
+    strategy.
 
     Args:
         job: The job.

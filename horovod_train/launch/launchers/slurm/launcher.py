@@ -1,22 +1,11 @@
-"""Launcher of jobs in Slurm.
+"""Launchers of jobs in Slurm.
 
-Launcher that starts ranks on the nodes of this process's Slurm allocation (``sbatch`` or ``salloc``).
+    SlurmLauncher             submits jobs with ``sbatch``
+    SlurmAllocationLauncher   starts ranks on the nodes of this process's allocation
+    start                     start of ranks of an MPI library by srun, without a process manager of MPI
+    start_in_allocation       start of ranks of the MPI controller, by mpirun or by srun
 
-controller: mpi     mpirun, which starts its daemons through Slurm, or srun --mpi (launch.slurm.mpi)
-controller: gloo    srun, with a Slurm task for each rank
-
-srun, which starts the ranks of an MPI library as Slurm tasks, without a process manager of MPI.
-
-=============  ==================================================================================
-hosts, slots   those of the allocation
-environment    passed to all ranks; each host also has the environment file of the run
-binding        ``--cpu-bind=none``: ranks bind themselves (``launch.cpu_binding``)
-output         ``--label``: ``RANK: ``
-stdin          rank 0's; the launcher's is /dev/null
-signals        the agents of the hosts deliver them
-daemons        slurmstepd, which Slurm ends
-interface      ``--mpi``: an interface that both Slurm (``srun --mpi=list``) and the MPI library support
-=============  ==================================================================================
+``launch.slurm.mpi`` chooses between mpirun and srun.
 """
 
 from __future__ import annotations
@@ -122,6 +111,19 @@ AUTOMATIC = {"auto", "srun"}
 def start(mpi: Mpi, request: LaunchRequest) -> Start:
     """Return a start by srun in an allocation.
 
+    srun starts the ranks of an MPI library as Slurm tasks, without a process manager of MPI.
+
+    =============  ==================================================================================
+    hosts, slots   those of the allocation
+    environment    passed to all ranks; each host also has the environment file of the run
+    binding        ``--cpu-bind=none``: ranks bind themselves (``launch.cpu_binding``)
+    output         ``--label``: ``RANK: ``
+    stdin          rank 0's; the launcher's is /dev/null
+    signals        the agents of the hosts deliver them
+    daemons        slurmstepd, which Slurm ends
+    interface      ``--mpi``: an interface that both Slurm (``srun --mpi=list``) and the MPI library support
+    =============  ==================================================================================
+
     Raises:
         LaunchError: Slurm and the MPI library have no interface in common.
     """
@@ -180,7 +182,13 @@ def plugins_in(text: str) -> list[str]:
 
 
 class SlurmAllocationLauncher(AllocationLauncher):
-    """Launcher that starts ranks in a Slurm allocation. Slurm sends SIGUSR1 before its time limit."""
+    """Launcher that starts ranks in a Slurm allocation. Slurm sends SIGUSR1 before its time limit.
+
+    The allocation is that of this process (``sbatch`` or ``salloc``).
+
+    controller: mpi     mpirun, which starts its daemons through Slurm, or srun --mpi (launch.slurm.mpi)
+    controller: gloo    srun, with a Slurm task for each rank
+    """
 
     batch = SlurmLauncher
 

@@ -1,6 +1,7 @@
 """PyTorch's ``DistributedDataParallel``: replicas are identical, and PyTorch sums their gradients.
 
-Also here: base of strategies that use PyTorch's collectives.
+TorchDistributed   base of strategies that use PyTorch's collectives
+Ddp                the strategy ``ddp``
 """
 
 from __future__ import annotations

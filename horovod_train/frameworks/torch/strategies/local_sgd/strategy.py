@@ -3,34 +3,24 @@
     every_steps times: the gradient of this rank's own samples -> the optimizer's step
     then:              weights and the optimizer's state <- their mean over ranks
 
-The model and the optimizer's state are all-reduced once in ``every_steps`` steps, instead of the gradient in
-each step. The loss is all-reduced in each step, so that all ranks make the same decision if it is not finite.
-Local SGD is for networks that are slow relative to the size of the model.
+The model and the optimizer's state are all-reduced once in ``every_steps`` steps, instead of the gradient
+in each step. The loss is all-reduced in each step, so that all ranks make the same decision if it is not
+finite. Local SGD is for networks that are slow relative to the size of the model.
 
 A rank's weight in the mean is proportional to the number of samples that it has trained on since the last
 mean. With ``every_steps: 1`` and an optimizer that is linear in the gradient (SGD, with momentum or weight
 decay), the mean therefore equals the step of the global batch. The last step of an epoch is always followed
 by averaging, so that evaluation, checkpoints and comparisons use identical replicas.
 
-With ``outer``, the averaged update is the gradient of an outer optimizer (DiLoCo), which
-allows more steps between means. With ``allreduce_steps``, the first steps all-reduce gradients, and
-local steps follow (post-local SGD), when weights change more slowly.
+With ``outer``, the averaged update is the gradient of an outer optimizer (DiLoCo), which allows more steps
+between means. With ``allreduce_steps``, the first steps all-reduce gradients, and local steps follow
+(post-local SGD), when weights change more slowly.
 
 Sources: Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767; mean of momentum: Yu,
 Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD", arXiv:1905.03817;
 samples as weights: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
 Data", arXiv:1602.05629; post-local: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD",
 arXiv:1808.07217.
-
-Outer optimizer of local SGD, whose gradient is the averaged update between two averaging steps.
-
-    change  = weights after the last mean - mean of the ranks' weights now
-    m       = momentum * m + change
-    weights = weights after the last mean - lr * (change + momentum * m)     (without nesterov: - lr * m)
-
-With ``lr: 1`` and no momentum, the weights become their mean. Source: Douillard et al., "DiLoCo: Distributed
-Low-Communication Training of Language Models", arXiv:2311.08105, with lr 0.7 and Nesterov momentum 0.9;
-without Nesterov: Wang et al., "SlowMo", arXiv:1910.00643.
 """
 
 from __future__ import annotations
@@ -55,6 +45,16 @@ from horovod_train.frameworks.torch.strategies.base import Capabilities, Strateg
 
 class Outer:
     """SGD optimizer over the averaged weights, with momentum.
+
+    Outer optimizer of local SGD: its gradient is the averaged update between two averaging steps.
+
+        change  = weights after the last mean - mean of the ranks' weights now
+        m       = momentum * m + change
+        weights = weights after the last mean - lr * (change + momentum * m)   (without nesterov: - lr * m)
+
+    With ``lr: 1`` and no momentum, the weights become their mean. Source: Douillard et al., "DiLoCo:
+    Distributed Low-Communication Training of Language Models", arXiv:2311.08105, with lr 0.7 and Nesterov
+    momentum 0.9; without Nesterov: Wang et al., "SlowMo", arXiv:1910.00643.
 
     Attributes:
         momenta: Momentum by parameter name.

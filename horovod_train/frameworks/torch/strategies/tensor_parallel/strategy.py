@@ -1,11 +1,10 @@
 """Tensor parallelism: each layer is sharded over ranks with PyTorch's ``DTensor``.
 
-A linear layer is sharded by its outputs (colwise) and the next one by its inputs (rowwise), so that ranks
-exchange activations once for two layers. Tensor-parallel ranks read the same samples. Data-parallel ranks
-store the same shards, read different samples, and sum their gradients with Horovod.
-
-Also here: base of strategies that split a model over ranks, and sum gradients of data-parallel ranks with
-Horovod.
+ModelParallel    base of strategies that split a model over ranks, and sum gradients of data-parallel
+                 ranks with Horovod
+TensorParallel   the strategy ``tensor_parallel``
+plan_of          which layers are sharded, and how
+shard_layers     shards them
 """
 
 from __future__ import annotations
@@ -137,6 +136,10 @@ SHARD_DIMENSION = {
 
 class TensorParallel(ModelParallel):
     """Strategy that shards layers along the mesh's tensor axis.
+
+    A linear layer is sharded by its outputs (colwise) and the next one by its inputs (rowwise), so that
+    ranks exchange activations once for two layers. Tensor-parallel ranks read the same samples.
+    Data-parallel ranks store the same shards, read different samples, and sum their gradients with Horovod.
 
     ``plan`` is described in ``Arguments`` of this package. ``tensor_parallel_degree`` is not used, because it
     is the length of the mesh's tensor axis.
