@@ -43,14 +43,6 @@ class ChannelWriter:
     Events are separate from the output of ranks, which may block or end in an unfinished line. Each file
     has one writer. The writer starts a new file when the current file is large, so that the reader may
     delete old files.
-
-    Events are separate from the output of ranks, which may block or end in an unfinished line. Each file
-    has one writer. The writer starts a new file when the current file is large, so that the reader may
-    delete old files.
-
-    Events are separate from the output of ranks, which may block or end in an unfinished line. Each file
-    has one writer. The writer starts a new file when the current file is large, so that the reader may
-    delete old files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -222,12 +214,6 @@ class Record:
 
 class EventsFile:
     """Writer of an events file. If the disk is full, events are lost, and the job continues.
-
-    Before a line would exceed the limit of the file's size, lines of the most frequent kind (usually
-    progress) are thinned out until the file is half full. The number of lines is limited, too.
-
-    Before a line would exceed the limit of the file's size, lines of the most frequent kind (usually
-    progress) are thinned out until the file is half full. The number of lines is limited, too.
 
     Before a line would exceed the limit of the file's size, lines of the most frequent kind (usually
     progress) are thinned out until the file is half full. The number of lines is limited, too.
