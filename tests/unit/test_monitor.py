@@ -419,7 +419,7 @@ class TestJobMetrics:
         assert shown["state", "running", "a"] == shown["state", "failed", "b"] == 1
         assert shown["failed", "replicas_differ", "b"] == 1
         assert not any(key[0] == "failed" and "a" in key for key in shown)
-        assert (shown["wanted_ranks", "a"], shown["present_ranks", "a"]) == (3, 2)
+        assert (shown["desired_ranks", "a"], shown["present_ranks", "a"]) == (3, 2)
         assert shown["present_ranks", "b"] == 0
         assert shown["restarts_total", "a"] == 1
         assert shown["events_total", "attempt", "a"] == 2
