@@ -126,7 +126,7 @@ SECTIONS = {  # title: introduction, and "file: names" of what is listed
 
 
 def api_reference() -> str:
-    """Return the page of the Python interface, from the source: nothing is imported."""
+    """Return the page of the Python interface, from the source: no framework is imported."""
     lines = [API.rstrip(), ""]
     for title, (text, *entries) in SECTIONS.items():
         lines += [f"## {title}", "", text, ""]

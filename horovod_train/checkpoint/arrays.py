@@ -553,22 +553,6 @@ def pack_tree(tree: object, is_array: Callable[[Any], bool]) -> tuple[object, di
         {"__tuple__": [...]}                 a tuple
         {"__map__": [[key, value], ...]}     a dictionary with non-string or reserved keys
 
-    Unlike pickle, reading the result cannot execute code. Optimizer states are nested dictionaries with
-    tensors as leaves. JSON supports neither tensors nor tuples nor integer keys, so each of these is stored
-    as an object with one reserved key:
-
-        {"__array__": "state.0.exp_avg"}     a tensor, stored under that name
-        {"__tuple__": [...]}                 a tuple
-        {"__map__": [[key, value], ...]}     a dictionary with non-string or reserved keys
-
-    Unlike pickle, reading the result cannot execute code. Optimizer states are nested dictionaries with
-    tensors as leaves. JSON supports neither tensors nor tuples nor integer keys, so each of these is stored
-    as an object with one reserved key:
-
-        {"__array__": "state.0.exp_avg"}     a tensor, stored under that name
-        {"__tuple__": [...]}                 a tuple
-        {"__map__": [[key, value], ...]}     a dictionary with non-string or reserved keys
-
     >>> pack_tree({0: (1, [2.5, None])}, lambda leaf: False)
     ({'__map__': [[0, {'__tuple__': [1, [2.5, None]]}]]}, {})
 

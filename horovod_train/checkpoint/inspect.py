@@ -213,12 +213,6 @@ def open_weights(path: Path) -> StoredArrays:
     Transformers and ``horovod-train checkpoint export`` write such files, one or several in a folder. Files
     are mapped into memory, so a rank reads only its shard of a weight.
 
-    Transformers and ``horovod-train checkpoint export`` write such files, one or several in a folder. Files
-    are mapped into memory, so a rank reads only its shard of a weight.
-
-    Transformers and ``horovod-train checkpoint export`` write such files, one or several in a folder. Files
-    are mapped into memory, so a rank reads only its shard of a weight.
-
     Raises:
         UserError: There is no file, a file is damaged, or two files have an array of the same name.
     """

@@ -239,7 +239,7 @@ def examine_host(folders: Sequence[str], names: Sequence[str], ports: Sequence[i
         python_version=platform.python_version(),
         engine=_engine(),
         names={name: _address(name) for name in names},
-        disks={folder: _free_bytes_of(folder) for folder in folders},
+        disks={folder: _free_bytes_for(folder) for folder in folders},
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         load=os.getloadavg()[0],
@@ -298,13 +298,12 @@ def _address(name: str) -> str:
     return ""
 
 
-def _free_bytes_of(folder: str) -> int:
+def _free_bytes_for(folder: str) -> int:
+    """Return the free space for a folder that may not exist yet, in bytes."""
     path = Path(folder)
     while not path.exists() and path != path.parent:
         path = path.parent
-    with suppress(OSError):
-        return shutil.disk_usage(path).free
-    return 0
+    return _free_bytes(path) or 0
 
 
 def _is_free(port: int) -> bool:

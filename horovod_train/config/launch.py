@@ -206,9 +206,11 @@ class LaunchFields(Section):
 def launcher_sections() -> Iterator[tuple[str, str, type[Section]]]:
     """Yield the sections of launchers in ``launch``: the name, the launcher's name and the model."""
     for name in LAUNCHERS.rows:
-        support: Any = LAUNCHERS.support_or_none(name)
-        if section := getattr(support, "section", ""):
-            yield section, name, support.settings
+        support = LAUNCHERS.support_or_none(name)
+        # ``config/support.py`` has its type, and knows jobs, which have this section.
+        section, settings = getattr(support, "section", ""), getattr(support, "settings", None)
+        if section and isinstance(settings, type) and issubclass(settings, Section):
+            yield section, name, settings
 
 
 def _with_sections() -> type[LaunchFields]:

@@ -116,12 +116,6 @@ class Walk:
     It does not raise because of a user's object: what cannot be examined is opaque, and compared by
     identity.
 
-    It does not raise because of a user's object: what cannot be examined is opaque, and compared by
-    identity.
-
-    It does not raise because of a user's object: what cannot be examined is opaque, and compared by
-    identity.
-
     Attributes:
         objects: Members of each object by key, by the object's path.
         is_complete: False: there are more than ``MAX_OBJECTS``.
@@ -359,12 +353,6 @@ Place = tuple[str, Path, Key]
 
 class PythonState:
     """State in Python of the objects of a job.
-
-    The attributes of an object are saved together or not at all: if one of them was replaced by something
-    that a checkpoint cannot contain, such as an open file, the others may describe it.
-
-    The attributes of an object are saved together or not at all: if one of them was replaced by something
-    that a checkpoint cannot contain, such as an open file, the others may describe it.
 
     The attributes of an object are saved together or not at all: if one of them was replaced by something
     that a checkpoint cannot contain, such as an open file, the others may describe it.

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -252,7 +251,7 @@ def check_world(job: Job, world: Communicator, environment: Mapping[str, str]) -
         )
     if world.size == 1:
         return
-    mine = {"job": _digest_of_states(job.model_dump_json()), **environment}
+    mine = {"job": _digest_of_job(job.model_dump_json()), **environment}
     known = allgather_json(world, [world.host, mine])
     hosts = [host for host, _ in known]
     check_fingerprints(hosts, [fingerprint for _, fingerprint in known])
@@ -289,7 +288,7 @@ def check_clocks(hosts: Sequence[str], times_s: Sequence[float], max_offset_s: f
         raise WorldError(found.lines[0], hint=CLOCK_HINT)
 
 
-def _digest_of_states(text: str) -> str:
+def _digest_of_job(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -322,12 +321,6 @@ def check_same_data(
     world: Communicator, what: str, length: int, read: Callable[[Sequence[int]], Any], most: int = NUM_SAMPLES
 ) -> None:
     """Raise ``UserError`` on all ranks if lengths or samples of a data set differ between ranks. Collective.
-
-    Ranks split samples by their numbers. If a list of files has another order on one rank, for example
-    because ``os.listdir`` is not sorted, some samples are read twice and others never, without an error.
-
-    Ranks split samples by their numbers. If a list of files has another order on one rank, for example
-    because ``os.listdir`` is not sorted, some samples are read twice and others never, without an error.
 
     Ranks split samples by their numbers. If a list of files has another order on one rank, for example
     because ``os.listdir`` is not sorted, some samples are read twice and others never, without an error.
@@ -447,7 +440,7 @@ def _rows(leaf: Any, num_samples: int) -> list[bytes]:
 
 
 def _digest(data: bytes) -> str:
-    return blake2b(data, digest_size=8).hexdigest()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _other(values: Sequence[object]) -> int:

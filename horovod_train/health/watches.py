@@ -251,12 +251,6 @@ def start_heartbeat(folder: Path, rank: int) -> None:
     If ``horovod-train run`` started the rank, the agent on the host reads the file
     (``launch/hosts/agent.py``).
 
-    If ``horovod-train run`` started the rank, the agent on the host reads the file
-    (``launch/hosts/agent.py``).
-
-    If ``horovod-train run`` started the rank, the agent on the host reads the file
-    (``launch/hosts/agent.py``).
-
     The agent deletes the file when the process has ended: a rank may also freeze while it exits.
 
     Args:
@@ -287,18 +281,6 @@ def heartbeat_file(rank: int, pid: int) -> str:
 
 class PeerWatch:
     """Watchdog that monitors the heartbeats of peer ranks, for jobs without agents.
-
-    Its thread sends UDP datagrams to two other ranks, and monitors the two predecessors in the ring of
-    ranks. If one of them sends none for ``health.stall_shutdown_s`` while this rank waits in a collective,
-    this rank exits with an error, which ends the job. With Gloo, it first kills a frozen rank on the same
-    host, because horovodrun waits five seconds for each remaining rank to exit, and ten seconds for a
-    frozen rank.
-
-    Its thread sends UDP datagrams to two other ranks, and monitors the two predecessors in the ring of
-    ranks. If one of them sends none for ``health.stall_shutdown_s`` while this rank waits in a collective,
-    this rank exits with an error, which ends the job. With Gloo, it first kills a frozen rank on the same
-    host, because horovodrun waits five seconds for each remaining rank to exit, and ten seconds for a
-    frozen rank.
 
     Its thread sends UDP datagrams to two other ranks, and monitors the two predecessors in the ring of
     ranks. If one of them sends none for ``health.stall_shutdown_s`` while this rank waits in a collective,

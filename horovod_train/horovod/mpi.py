@@ -425,12 +425,6 @@ def refuse_other_launchers(environ: Mapping[str, str]) -> None:
     Ranks that were started by a launcher of another MPI library would each initialize as a world of one
     rank, and train the whole job. That is refused before a framework is imported.
 
-    Ranks that were started by a launcher of another MPI library would each initialize as a world of one
-    rank, and train the whole job. That is refused before a framework is imported.
-
-    Ranks that were started by a launcher of another MPI library would each initialize as a world of one
-    rank, and train the whole job. That is refused before a framework is imported.
-
     Raises:
         UserError: The launcher does not belong to the engine's MPI library.
     """

@@ -350,11 +350,11 @@ FLEET_PAGE = Page(
 )
 
 
-_RANK_OF_HOST = "rank {{rank}}"
+_RANK = "rank {{rank}}"
 
 
 def _of_ranks(title: str, description: str, metric: str, unit: str = "short", more: str = "") -> Panel:
-    return panel("graph", title, description, (of_selected(metric), f"{_RANK_OF_HOST}{more}"), unit=unit)
+    return panel("graph", title, description, (of_selected(metric), f"{_RANK}{more}"), unit=unit)
 
 
 _DEVICE, _GPU = "horovod_train_device_memory", "horovod_train_gpu_memory"
@@ -384,9 +384,9 @@ MEMORY = (
         "graph",
         "Device memory of tensors",
         "Allocated, reserved by the framework, and peak allocated.",
-        (of_selected(f"{_DEVICE}_allocated_bytes"), f"{_RANK_OF_HOST} allocated"),
-        (of_selected(f"{_DEVICE}_reserved_bytes"), f"{_RANK_OF_HOST} reserved"),
-        (of_selected(f"{_DEVICE}_peak_bytes"), f"{_RANK_OF_HOST} peak"),
+        (of_selected(f"{_DEVICE}_allocated_bytes"), f"{_RANK} allocated"),
+        (of_selected(f"{_DEVICE}_reserved_bytes"), f"{_RANK} reserved"),
+        (of_selected(f"{_DEVICE}_peak_bytes"), f"{_RANK} peak"),
         unit="bytes",
         span=12,
     ),
@@ -394,8 +394,8 @@ MEMORY = (
         "graph",
         "Memory of GPUs",
         "By all processes, and what the GPU has.",
-        (of_selected(f"{_GPU}_used_bytes"), f"{_RANK_OF_HOST} used"),
-        (of_selected(f"{_GPU}_total_bytes"), f"{_RANK_OF_HOST} total"),
+        (of_selected(f"{_GPU}_used_bytes"), f"{_RANK} used"),
+        (of_selected(f"{_GPU}_total_bytes"), f"{_RANK} total"),
         unit="bytes",
         span=12,
     ),
@@ -620,7 +620,6 @@ JOB_PAGE = Page(
 )
 
 
-_RANK = "rank {{rank}}"
 _RANK_AND_HOST = "rank {{rank}} on {{host}}"
 
 WHO = (

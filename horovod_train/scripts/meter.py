@@ -23,15 +23,11 @@ from typing import Any
 from horovod_train.events.types import WAIT_PHASE, Notice, Progress, RankTimes, Started
 from horovod_train.events.wire import Reporter
 from horovod_train.telemetry.catalog import StepRecord, WorldRecord
-from horovod_train.telemetry.recorder import Recorder
+from horovod_train.telemetry.recorder import Recorder, times_interval_s
 
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.5
-MIN_REPORT_S = 2.0
-REPORT_S_PER_RANK = 0.03
-"""Interval of each rank's reports of times, per rank: a thousand ranks report every 30 s."""
-
 LOSS_INTERVAL_S = 0.05
 """Minimum time between two readings of the loss, because a reading takes tens of microseconds."""
 
@@ -70,7 +66,7 @@ class StepMeter:
         self._given_samples = samples_per_batch
         self._norm_every_steps = norm_every_steps
         self._clock = clock
-        self._interval_s = max(MIN_REPORT_S, REPORT_S_PER_RANK * num_ranks)
+        self._interval_s = times_interval_s(num_ranks)
         self._reported_s = monotonic()
         self._progress_reported_s = 0.0
         self._begun_s = self._mark_s = clock()

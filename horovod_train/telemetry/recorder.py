@@ -69,10 +69,6 @@ class Recorder:
     Recording a step takes a few microseconds, because steps are buffered, and metrics are updated for many
     steps at a time or on a scrape. An update after each step would take several times as long, because the
     step has evicted the data of the metrics from the CPU caches.
-
-    Recording a step takes a few microseconds, because steps are buffered, and metrics are updated for many
-    steps at a time or on a scrape. An update after each step would take several times as long, because the
-    step has evicted the data of the metrics from the CPU caches.
     """
 
     def __init__(
@@ -455,6 +451,14 @@ def _path(name: str) -> Path:
 
 
 Floats = npt.NDArray[np.float64]
+
+
+def times_interval_s(num_ranks: int) -> float:
+    """Return the time between two reports of the times of a rank, in seconds.
+
+    It grows with the number of ranks (1,000 ranks: 30 s), which limits the bytes per second.
+    """
+    return max(2.0, 0.03 * num_ranks)
 
 
 def attribute_waiting(wait_times_s: Floats) -> tuple[Floats, Floats, Floats]:

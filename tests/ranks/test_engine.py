@@ -18,7 +18,7 @@ from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, on_hor
 
 from horovod_train.errors import EngineError
 from horovod_train.horovod import build, toolchain
-from horovod_train.horovod import build as patches
+from horovod_train.horovod import build as build_module
 from horovod_train.horovod.mpi import find_mpi
 
 pytestmark = pytest.mark.ranks
@@ -47,7 +47,7 @@ def test_check_lists_what_is_built_in(tmp_path):
     assert "ok   tensorflow     rank 0 of 1, all-reduce works" in done.stdout
     assert "controllers    mpi, gloo" in done.stdout
     assert "Open MPI v4.1" in done.stdout
-    for patch in patches.patch_files():
+    for patch in build_module.patch_files():
         assert patch.stem in done.stdout
 
 
@@ -91,7 +91,7 @@ def test_every_patch_fits_the_published_source_and_is_explained(source):
 
     assert "CMAKE_CXX_STANDARD 17" in (source / "horovod/torch/CMakeLists.txt").read_text()
     assert "global_ranks_.resize(size_)" in (source / "horovod/common/gloo/gloo_controller.cc").read_text()
-    for patch in patches.patch_files():
+    for patch in build_module.patch_files():
         assert "Why:" in patch.read_text().partition("\n--- ")[0]
 
 
@@ -107,7 +107,7 @@ def test_a_patch_that_does_not_fit_stops_the_build(source, tmp_path, monkeypatch
     (tmp_path / "0001-wrong.patch").write_text(
         "Wrong.\n\n--- a/setup.py\n+++ b/setup.py\n@@ -1,3 +1,3 @@\n not\n-in\n+this\n file\n"
     )
-    monkeypatch.setattr(patches, "PATCHES", tmp_path)
+    monkeypatch.setattr(build_module, "PATCHES", tmp_path)
 
     with pytest.raises(EngineError, match="does not fit"):
         build.apply_patches(source, lambda _: None)

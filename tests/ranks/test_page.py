@@ -20,8 +20,7 @@ from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, free_p
 
 from horovod_train.events.file import EventsFile, opened, read_events
 from horovod_train.events.types import CheckpointWritten, Evaluation, Progress
-from horovod_train.monitor import view as board_module
-from horovod_train.monitor import view as view_module
+from horovod_train.monitor import view
 from horovod_train.serve.page import serve_page
 
 pytestmark = [pytest.mark.ranks, needs_browser]
@@ -58,8 +57,8 @@ def ended(tmp_path_factory):
 @pytest.fixture
 def served(tmp_path, monkeypatch):
     """Four ranks that serve metrics, one of them slow, and the page on them."""
-    monkeypatch.setattr(board_module, "SCRAPE_INTERVAL_S", 0.2)
-    monkeypatch.setattr(view_module, "MIN_WINDOW_S", 1.0)
+    monkeypatch.setattr(view, "SCRAPE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(view, "MIN_WINDOW_S", 1.0)
     ranks = ServedRanks([0.02, 0.02, 0.045, 0.02], free_port())
     server = serve_page(
         [], [str(ranks.write_targets(tmp_path / "targets.json"))],

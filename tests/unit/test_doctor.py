@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from support.hosts import GOOD as GOOD_FACTS
 
-from horovod_train.checks import hosts as host_details
+from horovod_train.checks import hosts as hosts_module
 from horovod_train.checks.hosts import (
     EngineFacts,
     Finding,
@@ -66,8 +66,8 @@ def findings(readings, device="auto", ranks=2):
     ],
 )
 def test_an_engine_of_other_patches_is_noticed(monkeypatch, plan, expected):
-    monkeypatch.setattr(host_details, "own_patches", lambda: {"own.patch": "a", "other.patch": "b"})
-    monkeypatch.setattr(host_details, "installed_plan", lambda: plan)
+    monkeypatch.setattr(hosts_module, "own_patches", lambda: {"own.patch": "a", "other.patch": "b"})
+    monkeypatch.setattr(hosts_module, "installed_plan", lambda: plan)
 
     assert set(examine_host([], [], []).engine.patches_differ) == expected
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from horovod_train.events import file as channel
+from horovod_train.events import file as file_module
 from horovod_train.events.file import ChannelReader, ChannelWriter
 from horovod_train.events.types import Notice
 from horovod_train.events.wire import MARK, Reporter, parse_line
@@ -57,8 +57,8 @@ def test_half_a_line_is_read_when_it_is_whole(tmp_path):
 
 
 def test_of_many_lines_none_is_lost_and_none_kept(monkeypatch, opened, tmp_path):
-    monkeypatch.setattr(channel, "MAX_FILE_BYTES", 1000)
-    monkeypatch.setattr(channel, "MAX_READ_BYTES", 2500)
+    monkeypatch.setattr(file_module, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(file_module, "MAX_READ_BYTES", 2500)
     reader, read = ChannelReader(tmp_path), []
     done = threading.Event()
 
@@ -119,7 +119,7 @@ def test_a_line_that_could_not_be_written_to_its_end_spoils_no_other(monkeypatch
         return write(handle, data[:taken])
 
     with monkeypatch.context() as full:
-        full.setattr(channel.os, "write", until_full)
+        full.setattr(file_module.os, "write", until_full)
         with pytest.raises(OSError, match="No space"):
             writer.write("a line that is cut")
     writer.write("after")

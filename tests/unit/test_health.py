@@ -18,9 +18,7 @@ from horovod_train.collectives.base import Collective, DeviceWork, SingleRank
 from horovod_train.config.schema import Health
 from horovod_train.errors import DesyncError, GpuError, NumericError, PeerError
 from horovod_train.health import watches
-from horovod_train.health import watches as heartbeat
-from horovod_train.health import watches as join_watch
-from horovod_train.health import watches as wait_watch
+from horovod_train.health import watches as watches_module
 from horovod_train.health.comparisons import (
     FiniteGuard,
     check_before_saving,
@@ -223,8 +221,8 @@ class TestJoining:
 
     @pytest.fixture(autouse=True)
     def looks_are_quick(self, monkeypatch):
-        monkeypatch.setattr(wait_watch, "INTERVAL_S", 0.05)
-        monkeypatch.setattr(join_watch, "MIN_SHUTDOWN_S", 0.1)
+        monkeypatch.setattr(watches_module, "INTERVAL_S", 0.05)
+        monkeypatch.setattr(watches_module, "MIN_SHUTDOWN_S", 0.1)
 
     def join(self, takes_s, health=QUICK, until=lambda told, ended: False):
         """Return what is told, and why the rank ends, while it joins for so long, or until that is enough."""
@@ -254,7 +252,7 @@ class TestJoining:
         assert ended[0].message.startswith("this rank has waited for 1 s for the others to join; ended after")
 
     def test_who_reads_packages_from_a_slow_disk_is_waited_for(self, monkeypatch):
-        monkeypatch.setattr(join_watch, "MIN_SHUTDOWN_S", 60)
+        monkeypatch.setattr(watches_module, "MIN_SHUTDOWN_S", 60)
 
         assert self.join(1.2)[1] == []
 
@@ -266,7 +264,7 @@ class TestPeers:
 
     @pytest.fixture(autouse=True)
     def beats_are_quick(self, monkeypatch):
-        monkeypatch.setattr(heartbeat, "HEARTBEAT_INTERVAL_S", 0.1)
+        monkeypatch.setattr(watches_module, "HEARTBEAT_INTERVAL_S", 0.1)
 
     def watch(self, size, die, waits=lambda rank: True, seconds=4.0):
         """Return what each rank is told, and why it ends; ``die(rank, watch)`` may do something to it."""
@@ -310,8 +308,8 @@ class TestPeers:
     def test_over_gloo_one_that_was_silent_for_too_long_is_killed(self, monkeypatch, controller, is_killed):
         killed, identities = [], {}
         monkeypatch.setenv("HOROVOD_CONTROLLER", controller)
-        monkeypatch.setattr(heartbeat, "own_identity", threading.get_ident)
-        monkeypatch.setattr(heartbeat, "kill", lambda identity: killed.append(identity) or True)
+        monkeypatch.setattr(watches_module, "own_identity", threading.get_ident)
+        monkeypatch.setattr(watches_module, "kill", lambda identity: killed.append(identity) or True)
 
         def silence(rank, watch):
             identities[rank] = threading.get_ident()
@@ -423,7 +421,7 @@ class TestTheDevice:
 
     @pytest.fixture(autouse=True)
     def looks_are_quick(self, monkeypatch):
-        monkeypatch.setattr(wait_watch, "INTERVAL_S", 0.1)
+        monkeypatch.setattr(watches_module, "INTERVAL_S", 0.1)
         monkeypatch.setattr(watches, "COURTESY_S", 0.3)
 
     def watch(self, blocking, phase, until=lambda told, ended: ended):

@@ -24,8 +24,7 @@ from support.hosts import described
 from support.waiting import wait_until
 
 from horovod_train import __version__
-from horovod_train.checks import hosts as host_details
-from horovod_train.checks import hosts as host_facts
+from horovod_train.checks import hosts as hosts_module
 from horovod_train.checks.hosts import can_read_memory
 from horovod_train.config.launch import HostSettings, Launch
 from horovod_train.config.schema import Job
@@ -35,7 +34,7 @@ from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.hosts import agent, host_group, hostlist
-from horovod_train.launch.hosts import host_group as host_watch
+from horovod_train.launch.hosts import host_group as host_group_module
 from horovod_train.launch.hosts.agent import RANK_VARIABLE, RUN_VARIABLE, HostActions
 from horovod_train.launch.hosts.host_group import (
     HostGroup,
@@ -594,7 +593,7 @@ class TestHostGroup:
         assert lost == [("a", "its ssh connection ended")]
 
     def test_a_host_that_is_silent_is_lost_too(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(host_watch, "PING_INTERVAL_S", 0.1)
+        monkeypatch.setattr(host_group_module, "PING_INTERVAL_S", 0.1)
         connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
         hosts, lost, noticed = HostGroup([connection]), [], Event()
         hosts.watch(0.5, lambda host, why: (lost.append((host, why)), noticed.set()))
@@ -609,10 +608,10 @@ class TestHostGroup:
         assert lost[0][1].startswith("silent for ")
 
     def test_a_launcher_that_was_stopped_itself_accuses_no_host(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(host_watch, "PING_INTERVAL_S", 0.1)
+        monkeypatch.setattr(host_group_module, "PING_INTERVAL_S", 0.1)
         skipped_s = [0.0]
-        monkeypatch.setattr(host_watch, "monotonic", lambda: time.monotonic() + skipped_s[0])
-        monkeypatch.setattr(host_group, "monotonic", host_watch.monotonic)
+        monkeypatch.setattr(host_group_module, "monotonic", lambda: time.monotonic() + skipped_s[0])
+        monkeypatch.setattr(host_group, "monotonic", host_group_module.monotonic)
         connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
         hosts, lost, noticed = HostGroup([connection]), [], Event()
         hosts.watch(2, lambda host, why: (lost.append((host, why)), noticed.set()))
@@ -1172,12 +1171,12 @@ class TestSlurm:
 
 class TestWhatAHostSaysOfItself:
     def test_folders_that_are_not_there_have_no_room(self, tmp_path):
-        assert host_facts._free_bytes(tmp_path / "nowhere") is None
-        assert host_facts._free_bytes(tmp_path) > 0
+        assert hosts_module._free_bytes(tmp_path / "nowhere") is None
+        assert hosts_module._free_bytes(tmp_path) > 0
 
     def test_packets_to_this_machine_leave_from_it(self):
-        assert host_facts.source_towards("127.0.0.1") == "127.0.0.1"
-        assert host_facts.source_towards("host.invalid") == ""
+        assert hosts_module.source_towards("127.0.0.1") == "127.0.0.1"
+        assert hosts_module.source_towards("host.invalid") == ""
 
     def test_an_address_is_reached_if_whoever_answers_is_meant(self, tmp_path):
         host = HostActions(str(tmp_path / "stage"))
@@ -1321,23 +1320,23 @@ class TestALogFile:
 
 class TestReadings:
     def test_a_name_that_nobody_knows_has_no_address(self):
-        assert host_details._address("host.invalid") == ""
-        assert host_details._address("127.0.0.1") == "127.0.0.1"
+        assert hosts_module._address("host.invalid") == ""
+        assert hosts_module._address("127.0.0.1") == "127.0.0.1"
 
     def test_a_port_that_is_taken_is_not_free(self):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            assert not host_details._is_free(port)
-        assert host_details._is_free(port)
+            assert not hosts_module._is_free(port)
+        assert hosts_module._is_free(port)
 
     def test_room_is_that_of_the_nearest_folder_there_is(self, tmp_path):
-        assert host_details._free_bytes_of(str(tmp_path / "not" / "yet")) == pytest.approx(
-            host_details._free_bytes_of(str(tmp_path)), rel=0.1
+        assert hosts_module._free_bytes_for(str(tmp_path / "not" / "yet")) == pytest.approx(
+            hosts_module._free_bytes_for(str(tmp_path)), rel=0.1
         )
 
     def test_a_command_that_is_not_there_says_nothing(self):
-        assert host_details._output("no-such-program-7") == ""
-        assert host_details._output("echo", "word") == "word\n"
+        assert hosts_module._output("no-such-program-7") == ""
+        assert hosts_module._output("echo", "word") == "word\n"
 
 
 class TestOneRankAlone:

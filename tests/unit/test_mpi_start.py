@@ -14,7 +14,7 @@ from horovod_train.config.launch import Launch
 from horovod_train.config.schema import Job
 from horovod_train.errors import EngineError, LaunchError, UserError
 from horovod_train.horovod import environment, mpi
-from horovod_train.horovod import mpi as launched
+from horovod_train.horovod import mpi as mpi_module
 from horovod_train.horovod.mpi import (
     Mpi,
     find_mpi,
@@ -25,7 +25,7 @@ from horovod_train.horovod.mpi import (
     require_world,
 )
 from horovod_train.launch import mpi as starts
-from horovod_train.launch.launchers.slurm import launcher as srun
+from horovod_train.launch.launchers.slurm.launcher import interface_of_srun, srun
 from horovod_train.launch.mpi import jsrun, mpi_of, start_of
 from horovod_train.launch.submit import automatic_launcher, resolve
 
@@ -159,13 +159,13 @@ class TestSrun:
         ],
     )
     def test_uses_an_interface_that_both_support(self, programs, interfaces, plugins, chosen):
-        assert srun.choose(library(programs, "X", "1", interfaces=interfaces), plugins) == chosen
+        assert interface_of_srun(library(programs, "X", "1", interfaces=interfaces), plugins) == chosen
 
     def test_is_refused_without_one(self, programs):
         mpich = library(programs, "MPICH", "4.3.2")
 
         with pytest.raises(LaunchError, match="MPICH 4.3.2 supports .* pmi2, pmi1, and .* prints none, pmix"):
-            srun.choose(mpich, ["none", "pmix"])
+            interface_of_srun(mpich, ["none", "pmix"])
 
     def test_asks_slurm(self, tmp_path, programs):
         (programs / "srun").write_text(
@@ -173,7 +173,7 @@ class TestSrun:
         )
         request = request_for(tmp_path, hosts=["a:1", "b:1"], slurm={"mpi": "srun"})
 
-        found = srun.start(library(programs, "MPICH", "5.0.2"), request)
+        found = srun(library(programs, "MPICH", "5.0.2"), request)
 
         assert " ".join(found.argv[1:]) == (
             "--mpi=pmi2 --label --kill-on-bad-exit=1 --ntasks=2 --nodes=2 --cpu-bind=none"
@@ -182,13 +182,13 @@ class TestSrun:
     def test_takes_the_interface_of_the_job(self, tmp_path, programs):
         request = request_for(tmp_path, hosts=["a:1", "b:1"], slurm={"mpi": "pmix_v4"})
 
-        assert "--mpi=pmix_v4" in srun.start(library(programs, "Open MPI", "5.0.11"), request).argv
+        assert "--mpi=pmix_v4" in srun(library(programs, "Open MPI", "5.0.11"), request).argv
 
     def test_lets_waiting_ranks_yield_as_other_starts_do(self, tmp_path, programs):
         intel = library(programs, "Intel MPI", "2021.18")
         request = request_for(tmp_path, launcher="slurm", slurm={"mpi": "pmi2"}, num_ranks=2)
 
-        assert starts.with_environment(intel, srun.start(intel, request)).env["I_MPI_THREAD_YIELD"] == "2"
+        assert starts.with_environment(intel, srun(intel, request)).env["I_MPI_THREAD_YIELD"] == "2"
 
 
 class TestTheEngine:
@@ -278,7 +278,7 @@ class TestAStartByAnotherLauncher:
         ],
     )
     def test_is_refused(self, programs, monkeypatch, name, version, environ):
-        monkeypatch.setattr(launched, "installed_mpi", lambda: library(programs, name, version))
+        monkeypatch.setattr(mpi_module, "installed_mpi", lambda: library(programs, name, version))
 
         with pytest.raises(UserError, match="each process would train alone") as error:
             refuse_other_launchers(environ)
@@ -297,7 +297,7 @@ class TestAStartByAnotherLauncher:
         ],
     )
     def test_is_accepted_if_it_belongs_to_the_mpi_library(self, programs, monkeypatch, name, environ):
-        monkeypatch.setattr(launched, "installed_mpi", lambda: library(programs, name, "5.0.0"))
+        monkeypatch.setattr(mpi_module, "installed_mpi", lambda: library(programs, name, "5.0.0"))
 
         refuse_other_launchers(environ)
 

@@ -26,7 +26,7 @@ from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     recompute_activations,
 )
-from horovod_train.frameworks.torch.step import watches as weight_watch
+from horovod_train.frameworks.torch.step import watches as watches_module
 from horovod_train.frameworks.torch.step.averages import Averaging
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.step.watches import Turns, WeightWatch
@@ -366,7 +366,7 @@ class TestWritesToWeights:
     @pytest.fixture
     def only_in_turn(self, monkeypatch):
         """As after the first steps."""
-        monkeypatch.setattr(weight_watch, "NUM_FIRST", 0)
+        monkeypatch.setattr(watches_module, "NUM_FIRST", 0)
 
     def written(self, weights, watches, write):
         for weight, watch in zip(weights, watches, strict=True):
@@ -418,8 +418,8 @@ class TestWritesToWeights:
         assert max(map(len, found[1:])) <= 2
 
     def test_of_small_groups_are_noticed_in_each_of_the_first_steps(self, monkeypatch):
-        monkeypatch.setattr(weight_watch, "SMALL", 8)
-        monkeypatch.setattr(weight_watch, "NUM_FIRST", 5)
+        monkeypatch.setattr(watches_module, "SMALL", 8)
+        monkeypatch.setattr(watches_module, "NUM_FIRST", 5)
         turns = Turns()
         weights = [nn.Parameter(torch.ones(num)) for num in (8, 9)]
         watches = [WeightWatch(turns) for _ in weights]

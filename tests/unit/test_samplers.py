@@ -24,8 +24,7 @@ from horovod_train.events.types import Progress, Summary
 from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import wants_flops
 from horovod_train.frameworks.torch.sizes import FlopCounter
-from horovod_train.telemetry import recorder as baseline_module
-from horovod_train.telemetry import recorder as rank_metrics_module
+from horovod_train.telemetry import recorder as recorder_module
 from horovod_train.telemetry import samplers as sampler_module
 from horovod_train.telemetry.catalog import GpuExchangeRecord
 from horovod_train.telemetry.recorder import (
@@ -251,7 +250,7 @@ class TestWhatTheEngineCounts:
 
 class TestWhoIsWaitedFor:
     def test_is_at_zero_while_others_wait(self, monkeypatch):
-        monkeypatch.setattr(rank_metrics_module, "monotonic", lambda: 100.0)
+        monkeypatch.setattr(recorder_module, "monotonic", lambda: 100.0)
         for since_s, expected in ((None, "0.0"), (17.5, "82.5")):
             recorder = Recorder("j", "r", SingleRank(), 1)
             watch_waiting(recorder, SimpleNamespace(waiting_since_s=since_s, waiting_in=None))
@@ -261,7 +260,7 @@ class TestWhoIsWaitedFor:
 
     @pytest.mark.parametrize(("phase", "expected"), [("backward", "0.0"), ("allreduce_wait", "82.5")])
     def test_is_at_zero_while_its_own_gpu_is_busy(self, monkeypatch, phase, expected):
-        monkeypatch.setattr(rank_metrics_module, "monotonic", lambda: 100.0)
+        monkeypatch.setattr(recorder_module, "monotonic", lambda: 100.0)
         recorder = Recorder("j", "r", SingleRank(), 1)
         entry = DeviceWork(lambda: phase)
         watch_waiting(recorder, SimpleNamespace(waiting_since_s=17.5, waiting_in=entry))
@@ -321,14 +320,14 @@ class TestBaseline:
 
     def test_runs_of_several_ranks_are_not_read_to_their_beginning(self, tmp_path, job, monkeypatch):
         self.run(tmp_path, "other", self.alone(), ranks=2)
-        monkeypatch.setattr(baseline_module, "read_events", lambda path: 1 / 0)
+        monkeypatch.setattr(recorder_module, "read_events", lambda path: 1 / 0)
 
         assert baseline_samples_per_s(job, tmp_path) is None
 
     @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 1)])
     def test_is_looked_for_by_rank_0_of_several(self, job, rank, size, monkeypatch):
         looked = []
-        monkeypatch.setattr(rank_metrics_module, "baseline_samples_per_s", lambda *_: looked.append(rank))
+        monkeypatch.setattr(recorder_module, "baseline_samples_per_s", lambda *_: looked.append(rank))
         before = set(threading.enumerate())
         record_scaling_baseline(job, SingleRank(rank, size), Recorder("j", "r", SingleRank(), 1))
         for thread in set(threading.enumerate()) - before:

@@ -15,7 +15,7 @@ from support.worlds import on_ranks
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.load import load_job
 from horovod_train.errors import ConfigError, UserError
-from horovod_train.telemetry import tracking as track
+from horovod_train.telemetry import tracking
 from horovod_train.telemetry.trackers.csv_file import CsvFile
 from horovod_train.telemetry.tracking import TrackedRun
 from horovod_train.training.hooks.base import HookParts
@@ -172,8 +172,8 @@ def test_what_training_did_before_it_failed_is_told(kept):
 
 def test_a_slow_tracker_holds_no_rank_up_and_what_it_missed_is_told(kept, monkeypatch):
     monkeypatch.setattr(Kept, "may_go_on", Event())
-    monkeypatch.setattr(track, "MAX_QUEUED_CALLS", 3)
-    monkeypatch.setattr(track, "CLOSE_S", 0.1)
+    monkeypatch.setattr(tracking, "MAX_QUEUED_CALLS", 3)
+    monkeypatch.setattr(tracking, "CLOSE_S", 0.1)
 
     said, reports = tracked()
 
@@ -190,7 +190,7 @@ def test_a_slow_tracker_holds_no_rank_up_and_what_it_missed_is_told(kept, monkey
 
 def test_a_tracker_that_hangs_as_it_closes_is_told_and_no_call_is_said_to_be_missed(kept, monkeypatch):
     monkeypatch.setattr(Kept, "may_end", Event())
-    monkeypatch.setattr(track, "CLOSE_S", 0.5)
+    monkeypatch.setattr(tracking, "CLOSE_S", 0.5)
 
     said, reports = tracked()
 
@@ -201,7 +201,7 @@ def test_a_tracker_that_hangs_as_it_closes_is_told_and_no_call_is_said_to_be_mis
 
 
 def test_a_tracker_that_prepares_something_is_waited_for(kept, monkeypatch):
-    monkeypatch.setattr(track, "CLOSE_S", 0.1)
+    monkeypatch.setattr(tracking, "CLOSE_S", 0.1)
     monkeypatch.setattr(Kept, "is_preparing", True, raising=False)
     start = Kept.start
 
@@ -223,7 +223,7 @@ def test_a_tracker_that_fails_as_it_ends_delays_nothing_and_shows_no_credentials
         raise ConnectionError("no way to http://me:s3cret@mlflow.example/")
 
     monkeypatch.setattr(Kept, "end", end)
-    monkeypatch.setattr(track, "CLOSE_S", 30.0)
+    monkeypatch.setattr(tracking, "CLOSE_S", 30.0)
     begun_s = monotonic()
 
     said, _ = tracked()

@@ -14,7 +14,7 @@ from support.worlds import on_ranks
 from horovod_train.collectives.base import SingleRank
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.telemetry.recorder import Recorder, attribute_waiting
-from horovod_train.training.hooks import steps as waits
+from horovod_train.training.hooks import steps as steps_module
 from horovod_train.training.hooks.base import PeriodicExchange
 from horovod_train.training.hooks.steps import AttributeWaiting
 from horovod_train.training.loop import train
@@ -103,8 +103,7 @@ def recorded(recorder, name):
 
 def trained(own_s, monkeypatch, communication_s=0.0, epochs=20):
     """Train on as many threads as the table has ranks; return recorders and what rank 0 reported."""
-    monkeypatch.setattr(waits, "MIN_REPORT_S", 0.0)
-    monkeypatch.setattr(waits, "REPORT_S_PER_RANK", 0.0)
+    monkeypatch.setattr(steps_module, "times_interval_s", lambda _: 0.0)
 
     def rank(world):
         run, told = made(world, train={"epochs": epochs}), Told(world.rank)
@@ -205,7 +204,7 @@ def test_an_event_tells_of_32_ranks_at_most():
 
 def test_where_waiting_is_not_known_nothing_is_said_of_it(monkeypatch):
     """As on a GPU, or in a graph that does everything at once."""
-    monkeypatch.setattr(waits, "MIN_REPORT_S", 0.0)
+    monkeypatch.setattr(steps_module, "times_interval_s", lambda num_ranks: 0.03 * num_ranks)
     told = Told()
     run = made(SingleRank())
     recorder = Recorder("line", "run", SingleRank(), 1)

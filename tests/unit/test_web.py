@@ -21,8 +21,7 @@ from horovod_train.cli.main import cli
 from horovod_train.cli.serve import page_addresses
 from horovod_train.errors import UserError
 from horovod_train.events.file import EventsFile, opened
-from horovod_train.serve import page as targets_server
-from horovod_train.serve import page as ui_module
+from horovod_train.serve import page as page_module
 from horovod_train.serve import web as web_module
 from horovod_train.serve.page import serve_page, serve_targets
 from horovod_train.serve.web import names_of
@@ -366,7 +365,7 @@ def test_ctrl_c_ends_a_server_that_has_not_said_all_yet(monkeypatch, tmp_path, v
     """Else its threads would keep the process for ever."""
     closed = []
     server = SimpleNamespace(port=1, close=lambda: closed.append(verb), wait=lambda: None)
-    module, name = {"ui": (ui_module, "serve_page"), "targets": (targets_server, "serve_targets")}[verb]
+    module, name = {"ui": (page_module, "serve_page"), "targets": (page_module, "serve_targets")}[verb]
     monkeypatch.setattr(module, name, lambda *_, **__: server)
 
     def interrupt(*_, **__):

@@ -32,7 +32,7 @@ from horovod_train.telemetry.catalog import (
     WaitRecord,
     shown_numbers,
 )
-from horovod_train.telemetry.recorder import Recorder, attribute_waiting
+from horovod_train.telemetry.recorder import Recorder, attribute_waiting, times_interval_s
 from horovod_train.telemetry.tracking import Trackers, open_trackers
 from horovod_train.training.hooks.base import Hook, HookParts, record_step
 from horovod_train.training.noise import MAX_DECAY, remaining_speedup, step_moments
@@ -219,10 +219,6 @@ class Track(Hook):
 RANKS_PER_EVENT = 32
 """Ranks in an event, limited because launchers split long lines."""
 
-MIN_REPORT_S = 2.0
-REPORT_S_PER_RANK = 0.03
-"""The interval grows with the number of ranks (1000 ranks: 30 s), which limits the bytes per second."""
-
 # Time and number of steps, number of samples, time of each phase; then the step of the first wait time.
 _SUMS = struct.Struct(f"<{3 + len(PHASES)}d")
 _FIRST = struct.Struct("<q")
@@ -241,7 +237,7 @@ class AttributeWaiting(Hook):
         self._first_step = 0
         self._wait_times_s: list[float] = []
         self._sums = np.zeros(3 + len(PHASES))
-        self._interval_s = max(MIN_REPORT_S, REPORT_S_PER_RANK * num_ranks)
+        self._interval_s = times_interval_s(num_ranks)
         self._reported_s = monotonic()
         # A row per rank, since the last report: sums as above, waiting_s, waited_for_s.
         self._of_ranks = np.zeros((num_ranks, self._sums.size + 2))

@@ -29,6 +29,7 @@ from horovod_train.frameworks.torch.comm.sync_batch_norm import SyncBatchNormMix
 from horovod_train.frameworks.torch.state.local import LocalTensor
 from horovod_train.frameworks.torch.step.averages import RunningStatistics
 from horovod_train.frameworks.torch.step.gathering import active
+from horovod_train.frameworks.torch.step.watches import INTEGERS
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.task import TorchReader
 from horovod_train.frameworks.torch.verify.untouched import (
@@ -47,8 +48,6 @@ from horovod_train.frameworks.torch.verify.verification import (
     NUM_ROUNDINGS,
 )
 from horovod_train.system.machine import usable_memory_bytes
-
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Equality:

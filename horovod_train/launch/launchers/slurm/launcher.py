@@ -2,7 +2,7 @@
 
     SlurmLauncher             submits jobs with ``sbatch``
     SlurmAllocationLauncher   starts ranks on the nodes of this process's allocation
-    start                     start of ranks of an MPI library by srun, without a process manager of MPI
+    srun                      start of ranks of an MPI library by srun, without a process manager of MPI
     start_in_allocation       start of ranks of the MPI controller, by mpirun or by srun
 
 ``launch.slurm.mpi`` chooses between mpirun and srun.
@@ -108,7 +108,7 @@ AUTOMATIC = {"auto", "srun"}
 """Values of ``launch.slurm.mpi`` for which the interface is chosen here."""
 
 
-def start(mpi: Mpi, request: LaunchRequest) -> Start:
+def srun(mpi: Mpi, request: LaunchRequest) -> Start:
     """Return a start by srun in an allocation.
 
     srun starts the ranks of an MPI library as Slurm tasks, without a process manager of MPI.
@@ -128,20 +128,20 @@ def start(mpi: Mpi, request: LaunchRequest) -> Start:
         LaunchError: Slurm and the MPI library have no interface in common.
     """
     wanted = request.job.launch.settings(Slurm).mpi
-    interface = choose(mpi, offered()) if wanted in AUTOMATIC else wanted
+    interface = interface_of_srun(mpi, interfaces_of_slurm()) if wanted in AUTOMATIC else wanted
     argv = [
-        *(program(), f"--mpi={interface}", "--label", "--kill-on-bad-exit=1"),
+        *(srun_program(), f"--mpi={interface}", "--label", "--kill-on-bad-exit=1"),
         *(f"--ntasks={request.num_ranks}", f"--nodes={len(request.hosts)}", "--cpu-bind=none"),
     ]
     return Start(argv, tag=LABEL)
 
 
-def program() -> str:
+def srun_program() -> str:
     """Return the path of srun."""
     return find_program("srun", hint=ON_A_NODE)
 
 
-def choose(mpi: Mpi, plugins: list[str]) -> str:
+def interface_of_srun(mpi: Mpi, plugins: list[str]) -> str:
     """Return the first interface of an MPI library that Slurm has a plugin for.
 
     Raises:
@@ -157,14 +157,14 @@ def choose(mpi: Mpi, plugins: list[str]) -> str:
     )
 
 
-def offered() -> list[str]:
+def interfaces_of_slurm() -> list[str]:
     """Return the plugins that ``srun --mpi=list`` prints.
 
     Raises:
         LaunchError: srun is not installed, does not respond, or fails.
     """
     # Old versions of Slurm print them to standard error.
-    return plugins_in(call(program(), "--mpi=list", hint="check slurmctld", with_errors=True))
+    return plugins_in(call(srun_program(), "--mpi=list", hint="check slurmctld", with_errors=True))
 
 
 def plugins_in(text: str) -> list[str]:
@@ -225,7 +225,7 @@ class SlurmAllocationLauncher(AllocationLauncher):
         return LaunchPlan(
             (
                 *(sys.executable, "-P", "-m", "horovod_train.horovod.rendezvous", ",".join(placed)),
-                *(request.own_interface or "-", program(), "--label", "--kill-on-bad-exit=1"),
+                *(request.own_interface or "-", srun_program(), "--label", "--kill-on-bad-exit=1"),
                 *(f"--ntasks={request.num_ranks}", f"--nodes={len(placed)}", request.rank_command),
             ),
             {"PATH": programs_path()},
@@ -239,7 +239,7 @@ def start_in_allocation(mpi: Mpi, request: LaunchRequest) -> Start:
     has_mpirun = shutil.which("mpirun", path=str(mpi.programs)) is not None
     if wanted == "mpirun" or (wanted == "auto" and has_mpirun):
         return start_of(mpi, request, None)
-    return with_environment(mpi, start(mpi, request))
+    return with_environment(mpi, srun(mpi, request))
 
 
 def tasks_per_node(text: str) -> list[int]:
