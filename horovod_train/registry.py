@@ -213,7 +213,7 @@ LAUNCHERS = Registry(
     kind="launcher",
     group="horovod_train.launchers",
     builtin={
-        "local": "horovod_train.launch.launchers.hosts:LocalLauncher",
+        "local": "horovod_train.launch.launchers:SUPPORT",
         "horovodrun": "horovod_train.launch.launchers.hosts:HorovodrunLauncher",
         "mpirun": "horovod_train.launch.launchers.hosts:MpirunLauncher",
         "slurm": "horovod_train.launch.launchers.slurm:SUPPORT",

@@ -101,6 +101,17 @@ TRACKER_ARGS = ArgumentField(TRACKERS, "metrics.trackers")
 ARGUMENT_FIELDS = (STRATEGY_ARGS, CODEC_ARGS, DECAY_ARGS, TRACKER_ARGS)
 
 
+def with_argument_hint(problem: Problem) -> Problem:
+    """Return a problem; if it is an unknown field of a section that is an argument, the hint says so."""
+    section, _, name = problem.path.rpartition(".")
+    fields = [field for field in ARGUMENT_FIELDS if field.section == section]
+    if problem.message == "is not a known field":
+        for field in fields:
+            if any(name in model.model_fields for _, model in field.models()):
+                return replace(problem, hint=f"did you mean {field.path}.{name}?")
+    return problem
+
+
 def job_schema() -> JsonSchemaValue:
     """Return the JSON schema of a job, with the arguments of all rows, also those of other packages."""
     schema = Job.model_json_schema()

@@ -12,7 +12,6 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from horovod_train.config.fields import present_path, set_field, with_present_names
+from horovod_train.config.arguments import with_argument_hint
 from horovod_train.config.launch import launcher_sections
 from horovod_train.config.problems import code_fields, explain, field_path, shorten
 from horovod_train.config.rules import broken_rules, no_such_file
@@ -308,10 +307,7 @@ def _assign_text(tree: Tree, dotted: str, text: str, origin: str, problems: list
 
 def _assign(tree: Tree, dotted: str, value: object, origin: str, problems: list[Problem]) -> None:
     """Set the value at a dotted path."""
-    *parents, last = present_path(dotted).split(".")
-    if isinstance(lr := tree.get("lr"), dict):
-        with suppress(ValueError):  # validation reports it
-            tree["lr"] = with_present_names("lr", lr)
+    *parents, last = dotted.split(".")
     node = tree
     for parent in parents:
         child = node.get(parent)
@@ -323,7 +319,7 @@ def _assign(tree: Tree, dotted: str, value: object, origin: str, problems: list[
             problems.append(Problem(dotted, shorten(value), f"{origin}: {parent!r} is not a section"))
             return
         node = child
-    set_field(node, ".".join(parents), last, value)
+    node[last] = value
 
 
 def _unusable_texts(value: object, path: str = "") -> Iterator[Problem]:
@@ -379,7 +375,7 @@ def _validate(tree: Tree, problems: list[Problem]) -> Job | None:
     try:
         job = Job.model_validate(tree)
     except ValidationError as error:
-        problems.extend(explain(error, Job))
+        problems.extend(map(with_argument_hint, explain(error, Job)))
         job = _without_bad_fields(tree, error)
     if job is not None:
         wrong = [problem.path for problem in problems]

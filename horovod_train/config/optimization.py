@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from horovod_train.config.fields import (
     Count,
@@ -16,7 +16,6 @@ from horovod_train.config.fields import (
     Name,
     Points,
     Section,
-    with_present_names,
 )
 from horovod_train.registry import DEFAULT_SCALING, DEFAULT_SCHEDULE, SCALING_OF_ADAM
 
@@ -119,12 +118,6 @@ class LearningRate(Section):
     """Arguments of the schedule (see below), such as ``end_factor: 0.1``; those of a function are its
     keyword arguments."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_they_were_called(cls, values: object) -> object:
-        """Read fields of previous versions."""
-        return with_present_names("lr", values)
-
 
 @dataclass(frozen=True)
 class Scaled:
@@ -178,12 +171,6 @@ class Evaluation(Section):
     early_stopping: EarlyStopping | None = None
     """Early stopping; null: train all epochs."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_it_was_called(cls, values: object) -> object:
-        """Rename ``every_epochs``, a field of previous versions."""
-        return with_present_names("evaluation", values)
-
 
 class Best(Section):
     """Criterion of the best checkpoint."""
@@ -218,9 +205,3 @@ class Checkpoint(Section):
 
     background: bool = True
     """Write checkpoints in the background."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_they_were_called(cls, values: object) -> object:
-        """Merge ``every_epochs`` and ``every_steps``, fields of previous versions."""
-        return with_present_names("checkpoint", values)

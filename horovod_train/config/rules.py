@@ -452,8 +452,12 @@ def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
             f"must be at most the {slots} slots of launch.hosts",
             "add hosts or slots",
         )
-    if launch.launcher == "local" and max(launch.num_ranks or 1, slots) > 1:
-        yield Problem("launch.launcher", "'local'", "starts one rank only", "use launcher: horovodrun")
+    max_ranks = launcher_support(launch.launcher).max_ranks
+    if max_ranks is not None and max(launch.num_ranks or 1, slots) > max_ranks:
+        limit = "one rank" if max_ranks == 1 else f"{max_ranks} ranks"
+        yield Problem(
+            "launch.launcher", repr(launch.launcher), f"starts {limit} only", "leave it out: auto chooses one"
+        )
 
 
 def elastic_is_supported(job: Job) -> Iterator[Problem]:

@@ -19,7 +19,6 @@ from horovod_train.config.fields import (
     Seconds,
     Section,
     VariableName,
-    with_present_names,
 )
 from horovod_train.config.launch import Launch
 from horovod_train.config.optimization import AUTO, Checkpoint, Ema, Evaluation, LearningRate, Optimizer
@@ -49,12 +48,6 @@ class BatchWarmup(Section):
 
     length: Interval
     """Duration after which the global batch has its full size."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_it_was_called(cls, values: object) -> object:
-        """Rename ``epochs``, a field of previous versions."""
-        return with_present_names("train.batch_warmup", values)
 
 
 class Train(Section):
@@ -148,12 +141,6 @@ class Train(Section):
         if self.max_steps is not None:
             return Duration(self.max_steps, "steps")
         return None if self.max_samples is None else Duration(self.max_samples, "samples")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_it_was_called(cls, values: object) -> object:
-        """Convert ``compile_backend``, a field of previous versions, to ``compile``."""
-        return with_present_names("train", values)
 
 
 class Data(Section):

@@ -214,6 +214,7 @@ class LauncherSupport:
         section: Name of the section of its settings in ``launch``.
         settings: Model of the section, all of whose fields have defaults.
         rules: Yields problems of a job, whichever its launcher; it may not import the schema of jobs.
+        max_ranks: Maximum number of ranks that it starts; None: any number.
         has_own_image: Ranks run in an image of the launcher, which contains the code of the job.
         examine: ``module:name`` of a function that examines where it starts ranks: of the request of a job,
             whether a job was named, whether to measure, and a function that reports a line of progress. It
@@ -224,6 +225,7 @@ class LauncherSupport:
     section: str = ""
     settings: type[Section] = NoArguments
     rules: Callable[[Job], Iterator[Problem]] | None = None
+    max_ranks: int | None = None
     has_own_image: bool = False
     examine: str = ""
 
@@ -407,6 +409,8 @@ class FrameworkSupport:
         modules: Top-level modules of its classes.
         callbacks: Callbacks that a job refuses, by name of the class.
         uses_torch_binding: It all-reduces through Horovod's binding for PyTorch, on the compute stream.
+        instrumented: Modules that scripts import, and for each the ``module:name`` of a function that
+            instruments it when it has been imported, and takes the meter of the script's steps.
     """
 
     factory: str = ""
@@ -419,6 +423,7 @@ class FrameworkSupport:
     modules: frozenset[str] = frozenset()
     callbacks: Mapping[str, RefusedCallback] = field(default_factory=dict)
     uses_torch_binding: bool = False
+    instrumented: Mapping[str, str] = field(default_factory=dict)
 
 
 def framework_support(name: str) -> FrameworkSupport:

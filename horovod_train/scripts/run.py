@@ -23,6 +23,7 @@ import wrapt
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job
+from horovod_train.config.support import frameworks_with_support
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, result_of, translated
 from horovod_train.events.types import Preempted, ScriptDone, Targets
 from horovod_train.events.wire import Reporter
@@ -39,16 +40,6 @@ log = logging.getLogger(__name__)
 
 # Settings of Horovod for jobs, whose replicas build buckets themselves. Scripts use Horovod's defaults.
 OWN_FUSION = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"}
-
-WATCHED = {
-    "horovod.common.basics": ("meter", "watch_joining"),
-    "torch": ("torch_hooks", "watch_torch"),
-    "horovod.torch": ("torch_hooks", "watch_horovod_torch"),
-    "tensorflow": ("tensorflow_hooks", "watch_tensorflow"),
-    "horovod.tensorflow": ("tensorflow_hooks", "watch_horovod_tensorflow"),
-    "keras.src.optimizers.base_optimizer": ("tensorflow_hooks", "watch_optimizers"),
-}
-"""Modules that are instrumented when they are imported, with the module and function that does it."""
 
 
 class ScriptError(HorovodTrainError):
@@ -150,17 +141,18 @@ def _give_signals_back() -> None:
 
 
 def watch_imports(meter: StepMeter) -> None:
-    """Instrument libraries when a script imports them; log a warning if that fails."""
+    """Instrument Horovod and frameworks when a script imports them; log a warning if that fails."""
 
-    def watch(hooks: str, name: str, _: ModuleType) -> None:
-        _hooks, error = result_of(
-            lambda: load_attribute(f"horovod_train.scripts.{hooks}:{name}", what="hooks")(meter)
-        )
+    def instrument(function: str, _: ModuleType) -> None:
+        _none, error = result_of(lambda: load_attribute(function, what="instrumentation")(meter))
         if error is not None:
             log.warning("metrics of the script are incomplete: %s: %s", type(error).__name__, error)
 
-    for module, (hooks, name) in WATCHED.items():
-        wrapt.register_post_import_hook(partial(watch, hooks, name), module)
+    functions = {"horovod.common.basics": "horovod_train.scripts.meter:watch_joining"}
+    for _name, support in frameworks_with_support():
+        functions.update(support.instrumented)
+    for module, function in functions.items():
+        wrapt.register_post_import_hook(partial(instrument, function), module)
 
 
 def _place(environ: Mapping[str, str]) -> SingleRank:

@@ -90,7 +90,7 @@ class Case:
     wire: str = "fp32"
     task_args: dict[str, Any] = field(default_factory=dict)
     bucket_mib: float = 0.0005  # several buckets, also for a model this small
-    compile_backend: str | None = None
+    compile: dict[str, str] | None = None
     recompute: tuple[str, ...] = ()
     strategy: dict[str, Any] = field(default_factory=dict)
     codec: dict[str, Any] | None = None
@@ -108,7 +108,7 @@ class Case:
                 "accumulation_steps": self.accumulation,
                 "clip_grad_norm": self.clip,
                 "precision": self.precision,
-                "compile": self.compile_backend and {"backend": self.compile_backend},
+                "compile": self.compile,
                 "activation_checkpointing": list(self.recompute),
             },
             "optimizer": {"name": self.optimizer, "args": self.optimizer_args},
@@ -135,7 +135,7 @@ CASES = (
     Case("parameters used by some ranks only", task_args={"partly_used": True}),
     Case("one bucket", bucket_mib=8.0),
     Case("recomputed activations", recompute=("body",)),
-    Case("compiled", compile_backend="aot_eager"),
+    Case("compiled", compile={"backend": "aot_eager"}),
     Case("fp16 on the wire", wire="fp16", tolerance=5e-4),
     Case("bf16 on the wire", wire="bf16", tolerance=4e-3),
     Case(

@@ -198,7 +198,7 @@ class TestProblems:
         document = changed(
             train={"epochs": -1, "nonsense": 1},
             optimizer={"args": {"lr": 0.1}},
-            lr={"gamma": 0.5, "base_lr": "fast"},
+            lr={"decay_args": {"gamma": 0.5}, "base_lr": "fast"},
             launch={"num_ranks": 9},
         )
         document["health"] = {"stall_warning_s": 1000}
@@ -229,7 +229,7 @@ class TestProblems:
             ({"lr": {"warmup": 4}}, "lr.warmup"),
             ({"lr": {"warmup": 0, "warmup_start_lr": 0.1}}, "lr.warmup_start_lr"),
             ({"lr": {"decay": "step", "decay_args": {"milestones": []}}}, "lr.decay_args.milestones"),
-            ({"lr": {"decay": "step", "milestones": [2, 1]}}, "lr.decay_args.milestones"),
+            ({"lr": {"decay": "step", "decay_args": {"milestones": [2, 1]}}}, "lr.decay_args.milestones"),
             ({"metrics": {"port": 65535}, "launch": {"hosts": [], "num_ranks": 2}}, "metrics.port"),
             ({"train": {"deterministic": True, "compile": {}}}, "train.compile.backend"),
             ({"health": {"stall_shutdown_s": 5}}, "health.stall_shutdown_s"),
@@ -539,21 +539,3 @@ def test_a_thousand_mangled_files_never_end_in_a_traceback(tmp_path, monkeypatch
 
         assert code in (0, 2), output
         assert "Traceback" not in output
-
-
-class TestWhatTheVersionBeforeHas:
-    @pytest.mark.parametrize(
-        ("backend", "expected"),
-        [(None, None), ("aot_eager", {"backend": "aot_eager", "mode": "default", "dynamic": None})],
-    )
-    def test_compile_backend_is_compile(self, backend, expected):
-        job = Job.model_validate({"name": "j", "task": "digits", "train": {"compile_backend": backend}})
-
-        assert job.model_dump(mode="json")["train"]["compile"] == expected
-        assert "compile_backend" not in job.model_dump(mode="json")["train"]
-
-    def test_compile_backend_beside_compile_is_refused(self):
-        train = {"compile_backend": "aot_eager", "compile": {"mode": "default"}}
-
-        with pytest.raises(ValueError, match="both are there: leave compile_backend out"):
-            Job.model_validate({"name": "j", "task": "digits", "train": train})

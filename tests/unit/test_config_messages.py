@@ -28,16 +28,28 @@ SCHEDULES = (
 SAID = [
     # Rules between fields.
     (
-        {"lr": {"gamma": 0.5}},
+        {"lr": {"decay_args": {"gamma": 0.5}}},
         "lr.decay_args.gamma = 0.5",
         "is not a known field",
         "it belongs to decay: step",
     ),
     (
-        {"lr": {"decay": "constant", "end_factor": 0.5}},
+        {"lr": {"decay": "constant", "decay_args": {"end_factor": 0.5}}},
         "lr.decay_args.end_factor = 0.5",
         "is not a known field",
         "it belongs to decay: cosine or cosine_restarts or polynomial or wsd or one_cycle",
+    ),
+    (
+        {"lr": {"decay": "cosine", "end_factor": 0.5}},
+        "lr.end_factor = 0.5",
+        "is not a known field",
+        "did you mean lr.decay_args.end_factor?",
+    ),
+    (
+        {"strategy": {"name": "zero", "stage": 1}},
+        "strategy.stage = 1",
+        "is not a known field",
+        "did you mean strategy.args.stage?",
     ),
     (
         {"lr": {"decay": "plateau", "decay_args": {"mode": "min"}}},
@@ -58,7 +70,7 @@ SAID = [
         "leave it out; set lr.decay_args.rise_fraction",
     ),
     (
-        {"lr": {"decay": "points", "points": [[2, 1.0], [1, 0.5]]}},
+        {"lr": {"decay": "points", "decay_args": {"points": [[2, 1.0], [1, 0.5]]}}},
         "lr.decay_args.points = [[2, 1.0], [1, 0.5]]",
         "must have increasing positions",
         "",
@@ -139,7 +151,7 @@ SAID = [
         "",
     ),
     (
-        {"lr": {"decay": "step", "milestones": [2, 2]}},
+        {"lr": {"decay": "step", "decay_args": {"milestones": [2, 2]}}},
         "lr.decay_args.milestones = [2, 2]",
         "must be strictly increasing",
         "",
@@ -189,13 +201,13 @@ SAID = [
         {"launch": {"hosts": [], "num_ranks": 2, "launcher": "local"}},
         "launch.launcher = 'local'",
         "starts one rank only",
-        "use launcher: horovodrun",
+        "leave it out: auto chooses one",
     ),
     (
         {"launch": {"hosts": ["a:2"], "num_ranks": None, "launcher": "local"}},
         "launch.launcher = 'local'",
         "starts one rank only",
-        "use launcher: horovodrun",
+        "leave it out: auto chooses one",
     ),
     (
         {"launch": {"elastic": {"min_ranks": 3}}},

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from copy import deepcopy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -109,88 +107,11 @@ class TestNotation:
         assert why in message
 
     @pytest.mark.parametrize(
-        ("section", "fields", "expected"),
-        [
-            ("lr", {"warmup_epochs": 5}, {"warmup": "5 epochs"}),
-            ("lr", {"decay": "step", "milestones_epochs": [1, 2]}, {"decay_args": {"milestones": [1, 2]}}),
-            ("lr", {"decay": "cosine_restarts", "restart_epochs": 2}, {"decay_args": {"first_cycle": 2}}),
-            ("lr", {"decay": "cosine", "end_factor": 0.1}, {"decay_args": {"end_factor": 0.1}}),
-            ("lr", {"decay": "cosine", "end_factor": 0.0, "milestones": []}, {"decay_args": {}}),
-            (
-                "lr",
-                {"decay": "plateau", "plateau": {"metric": "loss", "mode": "min"}},
-                {"decay_args": {"metric": "loss", "mode": "min"}},
-            ),
-            ("evaluation", {"every_epochs": 2}, {"every": "2 epochs"}),
-            ("checkpoint", {"every_epochs": None}, {"every": []}),
-            ("checkpoint", {"every_steps": 9}, {"every": ["1 epoch", "9 steps"]}),
-            ("checkpoint", {"every_steps": 9, "every_epochs": None}, {"every": ["9 steps"]}),
-            ("checkpoint", {"every": "9 steps"}, {"every": ["9 steps"]}),
-            ("checkpoint", {"every": None}, {"every": []}),
-        ],
+        ("every", "expected"),
+        [(None, []), ("9 steps", ["9 steps"]), ([1, "9 steps"], ["1 epoch", "9 steps"])],
     )
-    def test_of_previous_versions_is_converted(self, section, fields, expected):
-        found = job_of(train={"epochs": 9}, **{section: fields}).model_dump(mode="json")[section]
-
-        assert {name: found[name] for name in expected} == expected
-
-    @pytest.mark.parametrize(
-        ("section", "fields"),
-        [
-            ("lr", {"warmup_epochs": 5, "warmup": 5}),
-            ("lr", {"decay": "cosine", "end_factor": 0.1, "decay_args": {"end_factor": 0.2}}),
-            ("evaluation", {"every_epochs": 5, "every": 5}),
-            ("checkpoint", {"every_steps": 5, "every": 5}),
-        ],
-    )
-    def test_of_previous_versions_beside_the_present_one_is_refused(self, section, fields):
-        assert "both are there" in refused(**{section: fields})[section][1]
-
-    @pytest.mark.parametrize(
-        ("section", "field", "value", "expected"),
-        [
-            ({"lr": {"warmup": 5}}, "lr.warmup_epochs", 3, "3 epochs"),
-            ({"lr": {"warmup_epochs": 5}}, "lr.warmup", 3, "3 epochs"),
-            ({"lr": {"warmup_epochs": 5}}, "lr.warmup_epochs", 3, "3 epochs"),
-            ({"evaluation": {"every": "9 steps"}}, "evaluation.every_epochs", 2, "2 epochs"),
-            ({"checkpoint": {"every_steps": 9}}, "checkpoint.every", 2, ["2 epochs"]),
-            ({"checkpoint": {"every_steps": 9}}, "checkpoint.every_epochs", None, ["9 steps"]),
-            ({"checkpoint": {"every": [1, "9 steps"]}}, "checkpoint.every_steps", 5, ["1 epoch", "5 steps"]),
-            ({"checkpoint": {"every": "9 steps"}}, "checkpoint.every_steps", None, []),
-            ({"checkpoint": {"every": None}}, "checkpoint.every_epochs", 2, ["2 epochs"]),
-        ],
-    )
-    @pytest.mark.parametrize("way", ["command line", "environment", "settings"])
-    def test_of_previous_versions_is_overridden_as_any_field(self, section, field, value, expected, way):
-        text = "null" if value is None else str(value)
-        variable = "HOROVOD_TRAIN__" + field.replace(".", "__").upper()
-        job = job_from(
-            {"name": "j", "task": "digits", "train": {"epochs": 9}, **deepcopy(section)}, Path(), "job.yaml",
-            overrides=[f"{field}={text}"] * (way == "command line"),
-            environ={variable: text} if way == "environment" else {},
-            settings={field: value} if way == "settings" else {},
-        )  # fmt: skip
-        found = job.model_dump(mode="json")
-        (name,) = section
-
-        assert found[name]["warmup" if name == "lr" else "every"] == expected
-
-    @pytest.mark.parametrize(
-        ("lr", "field", "value"),
-        [
-            ({"decay": "cosine", "end_factor": 0.1}, "lr.decay_args.end_factor", 0.2),
-            ({"decay": "cosine", "decay_args": {"end_factor": 0.1}}, "lr.end_factor", 0.2),
-            ({"decay": "cosine", "end_factor": 0.1}, "lr.end_factor", 0.2),
-            ({"decay": "plateau", "plateau": {"metric": "a", "mode": "min"}}, "lr.plateau.metric", "b"),
-            ({"decay": "plateau", "decay_args": {"metric": "a", "mode": "min"}}, "lr.plateau.metric", "b"),
-            ({"decay": "plateau", "plateau": {"metric": "a", "mode": "min"}}, "lr.decay_args.metric", "b"),
-        ],
-    )
-    def test_arguments_of_schedules_under_former_names_are_overridden(self, lr, field, value):
-        tree = {"name": "j", "task": "digits", "lr": deepcopy(lr)}
-        found = job_from(tree, Path(), "job.yaml", overrides=[f"{field}={value}"], environ={}).lr.decay_args
-
-        assert found[field.rpartition(".")[2]] == value
+    def test_of_checkpoints_are_one_or_several(self, every, expected):
+        assert job_of(checkpoint={"every": every}).model_dump(mode="json")["checkpoint"]["every"] == expected
 
     @pytest.mark.parametrize("warmup", [0, "0 steps", "0 samples"])
     def test_of_no_length_is_none_in_any_unit(self, warmup):
@@ -200,7 +121,7 @@ class TestNotation:
         job_of(lr={"scaling": "adascale", "warmup": "150 steps"}, train={"max_steps": 100, "epochs": 10})
 
     def test_of_a_list_has_one_unit(self):
-        lr = {"decay": "points", "points": [[0, 1], ["5 steps", 0.5], ["1 epoch", 0.1]]}
+        lr = {"decay": "points", "decay_args": {"points": [[0, 1], ["5 steps", 0.5], ["1 epoch", 0.1]]}}
 
         assert refused(lr=lr)["lr.decay_args.points"][1] == "must have positions in one unit"
 
@@ -226,7 +147,7 @@ class TestSchedules:
     @pytest.mark.parametrize("size", [1, 2])
     def test_in_steps_are_in_those_of_the_job(self, size):
         """On two ranks, the last step of an epoch has two samples only."""
-        lr = {"base_lr": 0.1, "scaling": "none", "decay": "step", "milestones": ["4 steps"]}
+        lr = {"base_lr": 0.1, "scaling": "none", "decay": "step", "decay_args": {"milestones": ["4 steps"]}}
         run = trained(size=size, lr=lr)
 
         assert lr_of_steps(run) == pytest.approx(
@@ -242,7 +163,7 @@ class TestSchedules:
 
     def test_in_steps_that_have_passed_stay_where_they_were(self):
         """Four steps on one rank are 8 samples; afterwards, two ranks train."""
-        lr = {"base_lr": 0.1, "scaling": "none", "decay": "step", "milestones": ["4 steps"]}
+        lr = {"base_lr": 0.1, "scaling": "none", "decay": "step", "decay_args": {"milestones": ["4 steps"]}}
         before = made(lr=lr, train={"stop_at_step": 5})
         train(before)
 
@@ -265,7 +186,10 @@ class TestSchedules:
         ("lr", "message"),
         [
             ({"warmup": "20 steps"}, "it has 4 epochs, and train.epochs is 2"),
-            ({"warmup": "4 steps", "decay": "step", "milestones": ["2 steps"]}, "before the warm-up of"),
+            (
+                {"warmup": "4 steps", "decay": "step", "decay_args": {"milestones": ["2 steps"]}},
+                "before the warm-up of",
+            ),
         ],
     )
     def test_that_are_not_possible_are_refused_when_the_data_are_known(self, lr, message):
@@ -275,7 +199,7 @@ class TestSchedules:
     @pytest.mark.parametrize("unit", ["steps", "samples"])
     def test_are_exact_where_fractions_of_epochs_are_not(self, unit):
         """5 / 3 > 1 + 2 / 3, as floating-point numbers."""
-        lr = {"base_lr": 0.1, "scaling": "none", "decay": "step", "milestones": [f"5 {unit}"]}
+        lr = {"base_lr": 0.1, "scaling": "none", "decay": "step", "decay_args": {"milestones": [f"5 {unit}"]}}
         run = made(lr=lr, train={"batch_size_per_rank": 1})
         run.progress = Progress(DataOrder(3, 0, shuffle=False))
         begin(run)
@@ -287,7 +211,7 @@ class TestSchedules:
         """On two ranks, steps have 4, 4 and 2 samples: the cycle is that of the steps 3 and 4."""
         lr = {
             "base_lr": 0.1, "scaling": "none", "warmup": "2 steps", "decay": "cosine_restarts",
-            "first_cycle": "2 steps",
+            "decay_args": {"first_cycle": "2 steps"},
         }  # fmt: skip
         run = trained(size=2, lr=lr)
 
@@ -301,7 +225,7 @@ class TestSchedules:
             "scaling": "none",
             "warmup": "10 steps",
             "decay": "step",
-            "milestones": ["12 steps"],
+            "decay_args": {"milestones": ["12 steps"]},
         }
         section = {"epochs": 9}
 
@@ -451,7 +375,7 @@ class TestEvaluations:
             ({"every": 2, "early_stopping": {"metric": "quality", "mode": "max", "patience": 2}}, {}),
             (
                 {"every": "3 steps"},
-                {"decay": "plateau", "plateau": {"metric": "quality", "mode": "max", "patience": 0}},
+                {"decay": "plateau", "decay_args": {"metric": "quality", "mode": "max", "patience": 0}},
             ),
         ],
     )

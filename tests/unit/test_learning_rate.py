@@ -35,8 +35,7 @@ def test_the_published_recipe_for_imagenet_in_one_hour_comes_out():
         reference_batch_size=256,
         warmup=5,
         decay="step",
-        milestones=[30, 60, 80],
-        gamma=0.1,
+        decay_args={"milestones": [30, 60, 80], "gamma": 0.1},
     )
 
     assert found == pytest.approx([0.1, 1.65, 3.2, 3.2, 0.32, 0.032, 0.0032])
@@ -55,13 +54,13 @@ def test_a_batch_below_the_reference_never_exceeds_its_peak():
 
 
 def test_cosine_falls_along_half_a_wave():
-    found = rates(32, 10, [0, 5, 10, 12], decay="cosine", end_factor=0.1, **BASE)
+    found = rates(32, 10, [0, 5, 10, 12], decay="cosine", decay_args={"end_factor": 0.1}, **BASE)
 
     assert found == pytest.approx([0.1, 0.055, 0.01, 0.01])
 
 
 def test_polynomial_falls_with_its_power_from_the_end_of_warm_up():
-    found = rates(32, 12, [2, 7, 12], decay="polynomial", power=2.0, warmup=2, **BASE)
+    found = rates(32, 12, [2, 7, 12], decay="polynomial", decay_args={"power": 2.0}, warmup=2, **BASE)
 
     assert found == pytest.approx([0.1, 0.025, 0.0])
 

@@ -16,7 +16,6 @@ from horovod_train.config.load import job_from
 from horovod_train.errors import ConfigError, UnknownNameError, UserError
 from horovod_train.launch.base import Launcher
 from horovod_train.registry import CODECS, HOOKS, LAUNCHERS, STRATEGIES, Registry, optimizers_of
-from horovod_train.scripts.run import WATCHED
 
 PACKAGE = Path(registry.__file__).parent
 
@@ -153,8 +152,6 @@ def locations():
         text = file.read_text().replace("{__name__}", own)
         for found in re.findall(r"\"(horovod_train(?:\.\w+)+:\w+)\"", text):
             yield pytest.param(found, id=f"{file.name} {found}")
-    for hooks, name in WATCHED.values():
-        yield pytest.param(f"horovod_train.scripts.{hooks}:{name}", id=f"script {name}")
 
 
 @pytest.mark.parametrize("location", list(locations()))

@@ -91,8 +91,11 @@ def test_legw_refuses_a_warm_up_that_is_longer_than_the_training():
 @pytest.mark.parametrize(
     ("fields", "instead"),
     [
-        ({"decay": "step", "milestones": [4.0]}, "later first milestone"),
-        ({"decay": "wsd", "cooldown_fraction": 0.7}, "smaller lr.decay_args.cooldown_fraction"),
+        ({"decay": "step", "decay_args": {"milestones": [4.0]}}, "later first milestone"),
+        (
+            {"decay": "wsd", "decay_args": {"cooldown_fraction": 0.7}},
+            "smaller lr.decay_args.cooldown_fraction",
+        ),
     ],
 )
 def test_a_decay_that_begins_within_the_scaled_warm_up_is_refused(fields, instead):

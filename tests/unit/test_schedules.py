@@ -46,7 +46,8 @@ def test_one_cycle_is_that_of_pytorch():
     )
     # PyTorch's last step is number 100, and its rise ends one step earlier than its fraction.
     found = rates(
-        decay="one_cycle", rise_fraction=(0.3 * 101 - 1) / 100, start_factor=1 / 25, end_factor=1 / 25e4
+        decay="one_cycle",
+        decay_args={"rise_fraction": (0.3 * 101 - 1) / 100, "start_factor": 1 / 25, "end_factor": 1 / 25e4},
     )
 
     assert found == pytest.approx(expected, rel=1e-9)
@@ -59,7 +60,9 @@ def test_warm_restarts_are_those_of_pytorch(factor):
             optimizer, T_0=10, T_mult=factor, eta_min=0.04
         )
     )
-    found = rates(decay="cosine_restarts", first_cycle=1.0, restart_factor=factor, end_factor=0.1)
+    found = rates(
+        decay="cosine_restarts", decay_args={"first_cycle": 1.0, "restart_factor": factor, "end_factor": 0.1}
+    )
 
     assert found == pytest.approx(expected, rel=1e-6)
 
@@ -112,7 +115,9 @@ def test_a_metric_that_is_not_finite_is_no_improvement():
 
 
 def test_warm_up_stable_decay_has_three_phases():
-    found = rates(epochs=10, num=10, warmup=2.0, decay="wsd", cooldown_fraction=0.3, warmup_start_lr=0.0)
+    found = rates(
+        epochs=10, num=10, warmup=2.0, decay="wsd", decay_args={"cooldown_fraction": 0.3}, warmup_start_lr=0.0
+    )
     fall = [0.4 * (1 - math.sqrt(x / 3)) for x in range(3)]
 
     assert found == pytest.approx([0, 0.2, *[0.4] * 5, *fall])
@@ -127,7 +132,7 @@ def test_the_inverse_square_root_is_that_of_the_transformer():
 
 
 def test_points_are_joined_by_lines():
-    found = rates(epochs=4, num=8, decay="points", points=[[1, 1.0], [3, 0.5], [3, 0.1]])
+    found = rates(epochs=4, num=8, decay="points", decay_args={"points": [[1, 1.0], [3, 0.5], [3, 0.1]]})
 
     assert found == pytest.approx([0.4, 0.4, 0.4, 0.35, 0.3, 0.25, 0.04, 0.04])
 
@@ -137,10 +142,10 @@ def test_points_are_joined_by_lines():
     [
         {"decay": "wsd"},
         {"decay": "one_cycle"},
-        {"decay": "cosine_restarts", "first_cycle": 3.0},
-        {"decay": "points", "points": [[0, 1.0], [10, 0.0]]},
+        {"decay": "cosine_restarts", "decay_args": {"first_cycle": 3.0}},
+        {"decay": "points", "decay_args": {"points": [[0, 1.0], [10, 0.0]]}},
         {"decay": "inverse_sqrt", "warmup": 1.0},
-        {"decay": "plateau", "plateau": {"metric": "loss", "mode": "min"}},
+        {"decay": "plateau", "decay_args": {"metric": "loss", "mode": "min"}},
     ],
 )
 @pytest.mark.parametrize("scaling", ["linear", "sqrt", "none"])
@@ -274,7 +279,7 @@ def test_a_plateau_is_found_on_all_ranks_and_lowers_the_rate():
         job = {
             "name": "x", "task": TASK, "train": {"epochs": 5, "device": "cpu"},
             "lr": {"base_lr": 1e-12, "decay": "plateau",
-                   "plateau": {"metric": "loss", "mode": "min", "patience": 1, "min_delta": 0.1,
+                   "decay_args": {"metric": "loss", "mode": "min", "patience": 1, "min_delta": 0.1,
                                "factor": 0.5}},
         }  # fmt: skip
         _, run = run_of(world, job)
@@ -300,7 +305,7 @@ def test_the_plan_draws_what_is_scheduled():
     job = Job.model_validate(
         {
             "name": "x", "task": "digits", "lr": {"scaling": "adascale", "decay": "plateau",
-            "plateau": {"metric": "loss", "mode": "min"}},
+            "decay_args": {"metric": "loss", "mode": "min"}},
             "optimizer": {"schedules": {"momentum": [[0, 0.5]]}},
             "train": {"epochs": 3, "batch_warmup": {"start": 8, "length": 1.0}},
         }

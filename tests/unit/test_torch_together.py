@@ -34,7 +34,7 @@ from horovod_train.training.loop import evaluate, train
 
 TASK = "support.torch_threads:Task"
 pytestmark = pytest.mark.usefixtures("one_thread")
-HERE = [case for case in CASES if case.compile_backend is None]
+HERE = [case for case in CASES if case.compile is None]
 
 
 def trained(case, size):

@@ -25,4 +25,8 @@ SUPPORT = FrameworkSupport(
     affected_by=("pytorch-optimizer", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
     modules=frozenset({"torch"}),
     uses_torch_binding=True,
+    instrumented={
+        "torch": "horovod_train.scripts.torch_hooks:watch_torch",
+        "horovod.torch": "horovod_train.scripts.torch_hooks:watch_horovod_torch",
+    },
 )

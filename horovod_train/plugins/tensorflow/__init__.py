@@ -24,4 +24,9 @@ SUPPORT = FrameworkSupport(
     "ours, in tf.function",
     (*compiles_itself("TensorFlow"), lacks_bfloat16("TensorFlow")),
     modules=frozenset({"tensorflow"}),
+    instrumented={
+        "tensorflow": f"{__name__}.script_hooks:watch_tensorflow",
+        "horovod.tensorflow": f"{__name__}.script_hooks:watch_horovod_tensorflow",
+        "keras.src.optimizers.base_optimizer": f"{__name__}.script_hooks:watch_optimizers",
+    },
 )
