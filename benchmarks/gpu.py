@@ -31,7 +31,7 @@ from torch.nn import functional
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.data.shard import PlannedStep, share_of_step
-from horovod_train.frameworks.torch.codecs.base import make_codec
+from horovod_train.frameworks.torch.codecs import make_codec
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import optimizer_of
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder

@@ -114,7 +114,7 @@ SECTIONS = {  # title: introduction, and "file: names" of what is listed
         "config/support: StrategySupport CodecSupport FrameworkSupport LauncherSupport TrackerSupport Axes",
         "config/support: BatchSystem",
         "frameworks/torch/strategies/base: Strategy",
-        "frameworks/torch/codecs/base: Codec",
+        "frameworks/torch/codecs: Codec",
         "launch/base: Launcher",
         "launch/launchers/batch: BatchLauncher AllocationLauncher",
         "lr/schedules: Schedule",

@@ -165,7 +165,6 @@ class SyncAfterSteps(Hook):
         self._exchange = exchange
 
     def on_step(self, run: Run) -> None:
-        """Exchange if the interval has passed."""
         self._exchange.after_step()
 
 

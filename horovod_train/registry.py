@@ -223,8 +223,8 @@ LAUNCHERS = Registry(
         "pbs-allocation": "horovod_train.plugins.pbs.launcher:PbsAllocationLauncher",
         "gridengine": "horovod_train.plugins.gridengine:SUPPORT",
         "gridengine-allocation": ("horovod_train.plugins.gridengine.launcher:GridEngineAllocationLauncher"),
-        "flux": "horovod_train.launch.launchers.flux:SUPPORT",
-        "flux-allocation": "horovod_train.launch.launchers.flux.launcher:FluxAllocationLauncher",
+        "flux": "horovod_train.plugins.flux:SUPPORT",
+        "flux-allocation": "horovod_train.plugins.flux.launcher:FluxAllocationLauncher",
         "lsf": "horovod_train.plugins.lsf:SUPPORT",
         "lsf-allocation": "horovod_train.plugins.lsf.launcher:LsfAllocationLauncher",
     },
@@ -305,11 +305,11 @@ CODECS = Registry(
     kind="codec",
     group="horovod_train.codecs",
     builtin={
-        "fp32": "horovod_train.frameworks.torch.codecs.base:fp32",
-        "fp16": "horovod_train.frameworks.torch.codecs.base:fp16",
-        "bf16": "horovod_train.frameworks.torch.codecs.base:bf16",
-        "powersgd": "horovod_train.frameworks.torch.codecs.powersgd:SUPPORT",
-        "top-k": "horovod_train.frameworks.torch.codecs.top_k:SUPPORT",
+        "fp32": "horovod_train.frameworks.torch.codecs:fp32",
+        "fp16": "horovod_train.frameworks.torch.codecs:fp16",
+        "bf16": "horovod_train.frameworks.torch.codecs:bf16",
+        "powersgd": "horovod_train.plugins.powersgd:SUPPORT",
+        "top-k": "horovod_train.plugins.top_k:SUPPORT",
     },
 )
 
@@ -323,7 +323,7 @@ STRATEGIES = Registry(
         "ddp": "horovod_train.frameworks.torch.strategies.ddp:SUPPORT",
         "deepspeed": "horovod_train.plugins.deepspeed:SUPPORT",
         "fsdp": "horovod_train.frameworks.torch.strategies.fsdp:SUPPORT",
-        "local_sgd": "horovod_train.frameworks.torch.strategies.local_sgd:SUPPORT",
+        "local_sgd": "horovod_train.plugins.local_sgd:SUPPORT",
         "mesh": "horovod_train.plugins.mesh:SUPPORT",
         "parameter_server": "horovod_train.plugins.parameter_server:SUPPORT",
         "pipeline": "horovod_train.plugins.pipeline:SUPPORT",
@@ -370,9 +370,9 @@ TRACKERS = Registry(
     builtin={
         "csv": "horovod_train.telemetry.trackers.csv_file:SUPPORT",
         "jsonl": "horovod_train.telemetry.trackers.json_lines:SUPPORT",
-        "mlflow": "horovod_train.telemetry.trackers.mlflow:SUPPORT",
-        "tensorboard": "horovod_train.telemetry.trackers.tensorboard:SUPPORT",
-        "wandb": "horovod_train.telemetry.trackers.wandb:SUPPORT",
+        "mlflow": "horovod_train.plugins.mlflow:SUPPORT",
+        "tensorboard": "horovod_train.plugins.tensorboard:SUPPORT",
+        "wandb": "horovod_train.plugins.wandb:SUPPORT",
     },
 )
 

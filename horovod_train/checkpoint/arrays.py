@@ -512,7 +512,6 @@ def _from_ranges(
 def _assembled(
     name: str, item: np.dtype[np.void], whole: tuple[int, ...], pieces: Sequence[Piece]
 ) -> Elements:
-    """Assemble a whole array from its stored parts."""
     target = np.empty(whole, item)
     num_found = 0
     for piece in pieces:

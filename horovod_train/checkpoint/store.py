@@ -441,7 +441,6 @@ def _read_checked(path: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def _read_regular(file: Path, size_bytes: int, *, exactly: bool = False) -> bytes:
-    """Read a regular file; raises as ``_opened``."""
     with _opened(file, size_bytes, exactly=exactly) as opened:
         return _all_of(file, opened, size_bytes)
 

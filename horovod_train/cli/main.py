@@ -20,7 +20,10 @@ COMMANDS = {  # name: module and purpose
     "drain": ("horovod_train.cli.jobs", "Request a job to save a checkpoint and exit, without a time limit."),
     "cancel": ("horovod_train.cli.jobs", "End a job; ranks may save a checkpoint within the grace period."),
     "list": ("horovod_train.cli.jobs", "List the jobs of this account."),
-    "report": ("horovod_train.cli.files", "Write a report of runs, or a comparison, as HTML or Markdown."),
+    "report": (
+        "horovod_train.plugins.report.command",
+        "Write a report of runs, or a comparison, as HTML or Markdown.",
+    ),
     "study": (
         "horovod_train.plugins.study.command",
         "Train a job on several numbers of ranks, and show what scaling costs.",
@@ -28,9 +31,15 @@ COMMANDS = {  # name: module and purpose
     "render": ("horovod_train.cli.plan", "Print the command, batch script or manifests of a launch."),
     "plan": ("horovod_train.cli.plan", "Show the commands, the learning rate and the memory of a job."),
     "worker": ("horovod_train.cli.run", "Run one rank; started by a launcher."),
-    "serve": ("horovod_train.cli.serve", "Serve a web page of jobs, and targets and metrics for Prometheus."),
-    "ui": ("horovod_train.cli.serve", "Alias of serve."),
-    "targets": ("horovod_train.cli.serve", "Serve targets and metrics for Prometheus, without the page."),
+    "serve": (
+        "horovod_train.plugins.serve.command",
+        "Serve a web page of jobs, and targets and metrics for Prometheus.",
+    ),
+    "ui": ("horovod_train.plugins.serve.command", "Alias of serve."),
+    "targets": (
+        "horovod_train.plugins.serve.command",
+        "Serve targets and metrics for Prometheus, without the page.",
+    ),
     "dashboards": ("horovod_train.cli.files", "Export dashboards for Grafana and rules for Prometheus."),
     "doctor": ("horovod_train.cli.doctor", "Check this machine, hosts or a cluster."),
     "config": ("horovod_train.cli.about", "Show, check and describe job descriptions."),

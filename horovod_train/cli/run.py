@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from typing import Unpack
 
 import click
@@ -22,6 +20,9 @@ from horovod_train.cli.options import (
     launch_options,
     script_option,
 )
+
+PAGE = "horovod_train.plugins.serve.command:page_of"
+"""Function that returns a context manager, which serves a page of the runs in a folder."""
 
 
 @click.command(name="run", cls=JobOrScriptCommand)
@@ -52,12 +53,16 @@ def run_command(
     from rich.console import Console
 
     from horovod_train.launch.console import EVENTS_VARIABLE, JobConsole
+    from horovod_train.registry import load_attribute
     from horovod_train.system.streams import install_dropping_streams
 
     install_dropping_streams()
     launcher = request.job.launch.launcher
     click.echo(f"run {request.run_id}: {launcher} starts {request.num_ranks} rank(s); {request.run_dir}")
-    with page_of(request.run_dir) if ui else nullcontext():
+    page: AbstractContextManager[None] = nullcontext()
+    if ui:
+        page = load_attribute(PAGE, what="--ui")(request.run_dir)
+    with page:
         console = JobConsole(Console(), has_events=EVENTS_VARIABLE in os.environ)
         code = run_job(request, plan, console, is_new=not options["resolved"])
     sys.exit(code)
@@ -81,29 +86,6 @@ def refuse_as_rank() -> None:
         hint=f"{how_to_start(started, os.environ)}; if no launcher has started this shell, remove its "
         f"variables: `unset {' '.join(variables_of(started, os.environ))}`",
     )
-
-
-@contextmanager
-def page_of(folder: Path) -> Iterator[None]:
-    """Print the address of a web page of the runs in a folder, and serve it during the block."""
-    from horovod_train.cli.serve import page_addresses
-    from horovod_train.errors import UserError
-    from horovod_train.serve.page import PORT, serve_page
-    from horovod_train.serve.web import make_token, token_of_environment
-
-    host, token = "127.0.0.1", token_of_environment() or make_token()
-    try:
-        server = serve_page([folder], [], host=host, port=PORT, token=token)
-    except UserError:  # the default port is in use, probably by another job
-        server = serve_page([folder], [], host=host, port=0, token=token)
-    for line in page_addresses(host, server.port, token):
-        click.echo(line)
-    try:
-        yield
-    finally:
-        server.show_the_end()
-        server.close()
-        click.echo(f"to view the finished run: horovod-train serve {quote(str(folder))}")
 
 
 @click.command(name="worker")

@@ -389,7 +389,6 @@ class FileTail:
 
 
 def _time_of(line: str) -> float | None:
-    """Return the time of an event; None: the line is not an event."""
     try:
         return float(json.loads(line)["time_unix_s"])
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -141,7 +141,6 @@ def arguments_schema(model: type[Section], definitions: JsonSchemaValue) -> Json
 
 
 def _section(model: type[BaseModel], field: str) -> type[BaseModel]:
-    """Return the model of a section that a field contains."""
     annotation = model.model_fields[field].annotation
     candidates = [annotation, *getattr(annotation, "__args__", ())]
     return next(each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel))

@@ -344,7 +344,6 @@ def thinned(texts: Sequence[str], max_bytes: int, max_lines: int = MAX_LINES) ->
 
 
 def _half(lines: Sequence[_Line], places: list[int]) -> list[int]:
-    """Return half of the places of lines of one kind; none of one place."""
     if len(places) <= 2:
         return places[1:]
     positions, values = [lines[i].position for i in places], [lines[i].values for i in places]

@@ -318,7 +318,11 @@ def compared_samples(length: int, most: int = NUM_SAMPLES) -> list[int]:
 
 
 def check_same_data(
-    world: Communicator, what: str, length: int, read: Callable[[Sequence[int]], Any], most: int = NUM_SAMPLES
+    world: Communicator,
+    what: str,
+    length: int,
+    read: Callable[[Sequence[int]], object],
+    most: int = NUM_SAMPLES,
 ) -> None:
     """Raise ``UserError`` on all ranks if lengths or samples of a data set differ between ranks. Collective.
 
@@ -399,9 +403,9 @@ def digests(batch: object, num_samples: int) -> Digests:
     return found
 
 
-def _leaves(value: Any, depth: int) -> Iterator[Any]:
+def _leaves(value: object, depth: int) -> Iterator[object]:
     """Yield the parts of a batch that are not containers."""
-    inner: Iterator[Any] | None = None
+    inner: Iterator[object] | None = None
     if depth == 0:
         return
     if isinstance(value, Mapping):

@@ -119,7 +119,6 @@ class Constant(Schedule):
     """Constant rate."""
 
     def at(self, position: Position) -> float:
-        """Return 1."""
         del position
         return 1.0
 
@@ -152,11 +151,9 @@ class Step(Schedule):
 
     @property
     def durations(self) -> Sequence[Duration]:
-        """All milestones."""
         return self.milestones
 
     def in_epochs(self, convert: Callable[[Duration], Duration], warmup: Duration) -> Self:
-        """Return the schedule with milestones in epochs."""
         del warmup
         return self.model_copy(update={"milestones": list(map(convert, self.milestones))})
 
@@ -183,11 +180,9 @@ class PiecewiseLinear(Schedule):
 
     @property
     def durations(self) -> Sequence[Duration]:
-        """The positions of all points."""
         return [position for position, _ in self.points]
 
     def in_epochs(self, convert: Callable[[Duration], Duration], warmup: Duration) -> Self:
-        """Return the schedule with positions in epochs."""
         del warmup
         return self.model_copy(update={"points": [(convert(at), value) for at, value in self.points]})
 
@@ -244,11 +239,9 @@ class CosineRestarts(Schedule):
 
     @property
     def durations(self) -> Sequence[Duration]:
-        """The length of the first cycle."""
         return [self.first_cycle]
 
     def in_epochs(self, convert: Callable[[Duration], Duration], warmup: Duration) -> Self:
-        """Return the schedule with a first cycle in epochs."""
         cycle = self.first_cycle
         if cycle.unit == warmup.unit == "steps":  # a position in steps is converted, and not a length
             end = convert(Duration(warmup.amount + cycle.amount, "steps"))
@@ -289,7 +282,6 @@ class InverseSqrt(Schedule):
         return min(1.0, math.sqrt(position.warmup_epochs / position.epochs)) if position.epochs else 1.0
 
     def problems(self, warmup: Duration) -> Iterator[Problem]:
-        """Require a warm-up."""
         if warmup.amount == 0:
             message = "decay: inverse_sqrt needs a warm-up, whose length is its time scale"
             yield Problem("lr.warmup", "", message, "such as 5 epochs")
@@ -355,7 +347,6 @@ class OneCycle(Schedule):
         return half_wave((t - rise) / (1 - rise), self.end_factor)
 
     def problems(self, warmup: Duration) -> Iterator[Problem]:
-        """Refuse a warm-up."""
         if warmup.amount:
             message = "decay: one_cycle contains the rise of the rate"
             yield Problem("lr.warmup", str(warmup), message, "leave it out; set lr.decay_args.rise_fraction")

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.data.shard import PlannedStep, share_of_step
-from horovod_train.frameworks.torch.codecs.base import make_codec
+from horovod_train.frameworks.torch.codecs import make_codec
 from horovod_train.frameworks.torch.comm.collectives import TorchSingleRank
 from horovod_train.frameworks.torch.state.optimizer import optimizer_over
 from horovod_train.frameworks.torch.step import replica as replica_module

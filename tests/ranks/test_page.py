@@ -21,7 +21,7 @@ from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, free_p
 from horovod_train.events.file import EventsFile, opened, read_events
 from horovod_train.events.types import CheckpointWritten, Evaluation, Progress
 from horovod_train.monitor import view
-from horovod_train.serve.page import serve_page
+from horovod_train.plugins.serve.page import serve_page
 
 pytestmark = [pytest.mark.ranks, needs_browser]
 TOKEN = "s3cret"  # noqa: S105

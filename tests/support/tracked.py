@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from horovod_train.telemetry.trackers.wandb import framed
+from horovod_train.plugins.wandb import framed
 
 Stored = dict[str, list[tuple[int, float]]]
 

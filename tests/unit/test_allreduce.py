@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.codecs.base import Dense
+from horovod_train.frameworks.torch.codecs import Dense
 from horovod_train.frameworks.torch.comm.buckets import make_buckets
 from horovod_train.frameworks.torch.state.local import OptimizedParameters, check_same_trained
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, SingleRankStrategy

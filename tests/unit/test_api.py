@@ -34,12 +34,12 @@ from horovod_train.events.file import EVENTS_FILE, EventsFile
 from horovod_train.events.types import Evaluation
 from horovod_train.launch import submit as submitting
 from horovod_train.launch.base import JobStatus
-from horovod_train.serve import api, web, work
-from horovod_train.serve import api as streams
-from horovod_train.serve import web as tokens_module
-from horovod_train.serve.page import serve_page
-from horovod_train.serve.web import Tls, Tokens, read_tokens
-from horovod_train.serve.work import Statuses
+from horovod_train.plugins.serve import api, web, work
+from horovod_train.plugins.serve import api as streams
+from horovod_train.plugins.serve import web as tokens_module
+from horovod_train.plugins.serve.page import serve_page
+from horovod_train.plugins.serve.web import Tls, Tokens, read_tokens
+from horovod_train.plugins.serve.work import Statuses
 
 OWN, READ, END, SUBMIT = (f"{name}-token-0123456789" for name in ("own", "read", "cancel", "submit"))
 JOB = {"name": "j", "task": "digits", "train": {"epochs": 2}}
@@ -54,7 +54,7 @@ def launcher(monkeypatch, tmp_path):
     monkeypatch.setattr(handle_module.FileTail, "pause_s", 0.02)
     monkeypatch.setattr(streams, "STATUS_INTERVAL_S", 0.05)
     monkeypatch.setattr(api, "POLL_S", 0.02)
-    monkeypatch.setattr("horovod_train.serve.work.LOCAL_AGE_S", 0.0)
+    monkeypatch.setattr("horovod_train.plugins.serve.work.LOCAL_AGE_S", 0.0)
     made = FakeLauncher()
     for module in (handle_module, submitting):
         monkeypatch.setattr(module, "launcher_named", lambda name: made)

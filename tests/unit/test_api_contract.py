@@ -16,8 +16,8 @@ import horovod_train as ht
 from horovod_train.client import handle
 from horovod_train.launch import submit as submitting
 from horovod_train.launch.base import JobStatus
-from horovod_train.serve import web
-from horovod_train.serve.page import serve_page
+from horovod_train.plugins.serve import web
+from horovod_train.plugins.serve.page import serve_page
 
 OWN, SUBMIT = "own-token-0123456789", "submit-token-0123456789"
 PROGRAM = Path(sys.executable).with_name("schemathesis")

@@ -39,8 +39,6 @@ ROOMS = {
     "launch": BASICS | {"config", "events", "horovod", "checks", "version"},
     "client": BASICS | {"config", "events", "launch"},
     "monitor": BASICS | {"config", "events", "launch.base", "launch.jobs"} | {"telemetry"},
-    "report": BASICS | {"config", "events", "launch.base", "monitor"},
-    "serve": BASICS | {"config", "events", "launch.base", "launch.jobs", "client", "monitor", "report"},
     "tasks": set(),
     # Composition roots: the services of a rank, the trainer, and the library.
     "rank": BASICS
@@ -65,7 +63,7 @@ OUTSIDE = {
     "torch": {"frameworks", "own_loop", "session", "tasks", "scripts", "plugins"},
     "wrapt": {"scripts"},
     "horovod": {"frameworks", "collectives", "horovod", "plugins"},
-    "tensorflow": {"plugins", "tasks", "scripts"},
+    "tensorflow": {"plugins", "tasks"},
     "keras": {"plugins", "tasks"},
     "jax": {"plugins", "tasks"},
     "optax": {"plugins", "tasks"},
@@ -77,12 +75,12 @@ OUTSIDE = {
     "grafana_foundation_sdk": {"plugins"},
     "click": {"cli", "plugins"},
     "rich": {"launch", "cli", "plugins"},
-    "prometheus_client": {"telemetry", "monitor", "serve"},
-    "fastapi": {"serve"},
-    "starlette": {"serve"},
-    "uvicorn": {"serve"},
-    "plotly": {"serve"},
-    "pydantic": {"config", "checkpoint", "events", "frameworks", "launch", "lr", "plugins", "serve"},
+    "prometheus_client": {"telemetry", "monitor", "plugins"},
+    "fastapi": {"plugins"},
+    "starlette": {"plugins"},
+    "uvicorn": {"plugins"},
+    "plotly": {"plugins"},
+    "pydantic": {"config", "checkpoint", "events", "frameworks", "launch", "lr", "plugins"},
     "mpi4py": {"frameworks", "plugins"},
 }
 

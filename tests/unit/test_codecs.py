@@ -18,11 +18,11 @@ from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
 from horovod_train.collectives.base import Mesh, SingleRank
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.codecs.base import Codec, Dense, make_codec
-from horovod_train.frameworks.torch.codecs.top_k.codec import TopK
+from horovod_train.frameworks.torch.codecs import Codec, Dense, make_codec
 from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, allreduce
 from horovod_train.health.comparisons import fingerprints
+from horovod_train.plugins.top_k.codec import TopK
 from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.checks import CheckReplicasIdentical
 from horovod_train.training.hooks.saving import SaveCheckpoints

@@ -18,8 +18,8 @@ from horovod_train.events.types import Evaluation, Notice, Progress, StateChange
 from horovod_train.events.wire import parse_line
 from horovod_train.launch import jobs
 from horovod_train.monitor.history import HistoryReader
-from horovod_train.report.document import MAX_POINTS as REPORT_POINTS
-from horovod_train.report.document import curve_of
+from horovod_train.plugins.report.document import MAX_POINTS as REPORT_POINTS
+from horovod_train.plugins.report.document import curve_of
 
 FULL = "/dev/full"
 

@@ -15,8 +15,8 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import Submitted
 from horovod_train.launch.jobs import LOG_FILE, StateFile
-from horovod_train.launch.launchers.flux.launcher import FluxAllocationLauncher, FluxLauncher
 from horovod_train.launch.submit import make_plan, resolve
+from horovod_train.plugins.flux.launcher import FluxAllocationLauncher, FluxLauncher
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Data, Job
 from horovod_train.errors import UnknownNameError, UserError, WorldError
-from horovod_train.frameworks.torch.codecs.base import fp32
+from horovod_train.frameworks.torch.codecs import fp32
 from horovod_train.frameworks.torch.comm.buckets import make_buckets
 from horovod_train.frameworks.torch.comm.collectives import let_stream_follow
 from horovod_train.frameworks.torch.framework import choose_device, compiled, placement, set_global_options

@@ -63,6 +63,37 @@ def test_functions_are_short():
     assert {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES} == {}
 
 
+CLASSES: dict[str, list[ast.ClassDef]] = {}
+for each in (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+    CLASSES.setdefault(each.name, []).append(each)
+
+
+def documented_by(node: ast.ClassDef, seen: frozenset[ast.ClassDef] = frozenset()) -> set[str]:
+    """Return the names of the methods that a class and its bases in this package document."""
+    found = {each.name for each in node.body if isinstance(each, FUNCTIONS) and ast.get_docstring(each)}
+    for base in (part for each in node.bases for part in ast.walk(each)):
+        for known in CLASSES.get(getattr(base, "id", getattr(base, "attr", "")), ()):
+            if known not in seen | {node}:
+                found |= documented_by(known, seen | {node})
+    return found
+
+
+def test_each_public_method_is_documented_where_it_is_introduced():
+    undocumented = [
+        f"{node.name}.{method.name}"
+        for nodes in CLASSES.values()
+        for node in nodes
+        if not node.name.startswith("_")
+        for method in node.body
+        if isinstance(method, FUNCTIONS)
+        and not method.name.startswith("_")
+        and method.name not in documented_by(node)
+        and not any(getattr(each, "attr", "") in {"overload", "setter"} for each in method.decorator_list)
+    ]
+
+    assert undocumented == []
+
+
 UNTYPED = {"frameworks", "plugins"}  # the package that handles what frameworks have made
 
 

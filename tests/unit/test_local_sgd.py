@@ -18,8 +18,8 @@ from horovod_train.collectives.base import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError
-from horovod_train.frameworks.torch.strategies.local_sgd.strategy import LocalSgd, Outer
 from horovod_train.health.comparisons import fingerprints
+from horovod_train.plugins.local_sgd.strategy import LocalSgd, Outer
 from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.checks import CheckReplicasIdentical
 from horovod_train.training.hooks.saving import SaveCheckpoints

@@ -51,7 +51,7 @@ from horovod_train.monitor.live import (
 )
 from horovod_train.monitor.runs import JobCollector, Runs, places_of
 from horovod_train.monitor.view import MAX_CELLS, Board, log_tail, run_document
-from horovod_train.serve.page import http_sd
+from horovod_train.plugins.serve.page import http_sd
 
 
 def progress(step=1, **changes):

@@ -19,9 +19,9 @@ from horovod_train.client import handle
 from horovod_train.events.wire import summary_lines
 from horovod_train.launch.console import JobConsole
 from horovod_train.plugins.kubernetes import launcher as module
+from horovod_train.plugins.serve import api as streams
+from horovod_train.plugins.serve.page import serve_page
 from horovod_train.plugins.study.command import study_command as study
-from horovod_train.serve import api as streams
-from horovod_train.serve.page import serve_page
 
 SUBMIT = "submit-token-0123456789"
 
@@ -46,7 +46,7 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(handle.OutputTail, "pause_s", 0.05)
     monkeypatch.setattr(streams, "STATUS_INTERVAL_S", 0.05)
-    monkeypatch.setattr("horovod_train.serve.work.AGE_S", 0.0)
+    monkeypatch.setattr("horovod_train.plugins.serve.work.AGE_S", 0.0)
     monkeypatch.setattr(module, "POLL_S", 0.05)
     monkeypatch.setattr(module.MpiJobLauncher, "poll_s", 0.05)
     with served_api(tmp_path, monkeypatch) as api:

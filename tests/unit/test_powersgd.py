@@ -11,9 +11,9 @@ from torch import nn
 from horovod_train.config.schema import Job
 from horovod_train.config.support import JobSizes, Sizes, needs
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.codecs.base import BucketLayout
-from horovod_train.frameworks.torch.codecs.powersgd.codec import PowerSgd, seeded
+from horovod_train.frameworks.torch.codecs import BucketLayout
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy
+from horovod_train.plugins.powersgd.codec import PowerSgd, seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = {"linear": (12, 8), "convolution": (6, 4, 3, 3), "bias": (7,), "scale": (), "small": (2, 2)}

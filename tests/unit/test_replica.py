@@ -21,7 +21,7 @@ from horovod_train.config.optimization import Ema
 from horovod_train.config.schema import Checkpoint, Health, Job, Train
 from horovod_train.data.shard import MicroBatch, PlannedStep, planned_steps, share_of_step
 from horovod_train.errors import CheckpointError, UserError
-from horovod_train.frameworks.torch.codecs.base import fp32
+from horovod_train.frameworks.torch.codecs import fp32
 from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     recompute_activations,

@@ -21,7 +21,7 @@ from horovod_train.events.types import (
     Started,
 )
 from horovod_train.launch.jobs import StateFile
-from horovod_train.report.document import (
+from horovod_train.plugins.report.document import (
     MAX_POINTS,
     MAX_RANKS,
     MAX_RUNS,

@@ -19,6 +19,7 @@ from horovod_train.config.load import job_file, load_job
 from horovod_train.errors import UserError
 from horovod_train.events.file import Record
 from horovod_train.events.types import Evaluation, Progress, Resumed, Summary
+from horovod_train.plugins.report.document import as_html, as_markdown
 from horovod_train.plugins.study.results import (
     Result,
     Study,
@@ -44,7 +45,6 @@ from horovod_train.plugins.study.run import (
     time_left_s,
 )
 from horovod_train.plugins.study.table import Metric, advice_for, cells_of, metric_of, table_of, verdicts
-from horovod_train.report.document import as_html, as_markdown
 
 ACCURACY = Metric("accuracy", "max")
 

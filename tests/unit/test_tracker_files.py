@@ -19,11 +19,11 @@ from support.tracked import read_json_lines, read_mlflow, read_tensorboard, read
 from support.waiting import wait_until
 
 from horovod_train.errors import UserError
+from horovod_train.plugins.mlflow import MlFlow
+from horovod_train.plugins.tensorboard import TensorBoard
+from horovod_train.plugins.wandb import WeightsAndBiases, framed
 from horovod_train.telemetry.trackers.csv_file import CsvFile
 from horovod_train.telemetry.trackers.json_lines import JsonLines
-from horovod_train.telemetry.trackers.mlflow import MlFlow
-from horovod_train.telemetry.trackers.tensorboard import TensorBoard
-from horovod_train.telemetry.trackers.wandb import WeightsAndBiases, framed
 from horovod_train.telemetry.tracking import TrackedRun
 
 # MLflow's models of its database use what SQLAlchemy 2.1 deprecates.

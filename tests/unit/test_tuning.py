@@ -9,6 +9,7 @@ import pytest
 
 from horovod_train.config.load import job_file, load_job
 from horovod_train.errors import UserError
+from horovod_train.plugins.report.document import as_html
 from horovod_train.plugins.study.results import (
     Study,
     fingerprint_of,
@@ -19,7 +20,6 @@ from horovod_train.plugins.study.results import (
 )
 from horovod_train.plugins.study.run import TUNING, Tuning, report_of_study, search
 from horovod_train.plugins.study.table import Metric, price_text, settings_text, table_of
-from horovod_train.report.document import as_html
 from tests.unit.test_study import event, summary
 
 

@@ -18,13 +18,13 @@ from click.testing import CliRunner
 from support.waiting import wait_until
 
 from horovod_train.cli.main import cli
-from horovod_train.cli.serve import page_addresses
 from horovod_train.errors import UserError
 from horovod_train.events.file import EventsFile, opened
-from horovod_train.serve import page as page_module
-from horovod_train.serve import web as web_module
-from horovod_train.serve.page import serve_page, serve_targets
-from horovod_train.serve.web import names_of
+from horovod_train.plugins.serve import page as page_module
+from horovod_train.plugins.serve import web as web_module
+from horovod_train.plugins.serve.command import page_addresses
+from horovod_train.plugins.serve.page import serve_page, serve_targets
+from horovod_train.plugins.serve.web import names_of
 
 TOKEN = "s3cret"  # noqa: S105
 KNOWN = {"Authorization": f"Bearer {TOKEN}"}

@@ -6,7 +6,7 @@ device.py      the rank's GPU, and random generators
 memory.py      estimates of memory
 sizes.py       units of a model, counts of FLOPs, and choice of the layers that recompute activations
 comm/          communication between ranks
-codecs/        gradient codecs
+codecs.py      gradient codecs
 strategies/    parallelism strategies
 step/          the training step
 state/         weights, buffers and optimizer state as arrays of a checkpoint

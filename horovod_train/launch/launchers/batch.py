@@ -163,7 +163,6 @@ class BatchLauncher(PolledLauncher):
         return self.call(*command).strip().rpartition("\n")[2].partition(";")[0]
 
     def status(self, job: Submitted) -> JobStatus:
-        """Return the status of a job, from the batch system and from the job's state file."""
         native_id = self._native_id(job.log_dir, job.native_id)
         if not native_id:
             return JobStatus(

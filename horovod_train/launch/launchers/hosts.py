@@ -159,7 +159,6 @@ class SupervisedLauncher(PolledLauncher):
         return str(process.pid)
 
     def status(self, job: Submitted) -> JobStatus:
-        """Return the status of a job."""
         state = StateFile(job.log_dir)
         if not job.is_started and state.recorded_pid() is None:
             return JobStatus("queued", message="its submission is in progress, or was interrupted")
@@ -286,7 +285,6 @@ class MpirunLauncher(SupervisedLauncher):
     """Launcher that calls the process manager of the MPI library, such as ``mpirun``."""
 
     def suits(self, launch: Launch) -> bool:
-        """Return whether MPI starts the ranks."""
         return launch.controller == "mpi"
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:

@@ -96,7 +96,6 @@ class RunLog(Follower):
         self._log = log
 
     def handle(self, line: Line) -> None:
-        """Write a line unchanged."""
         self._log.write(line.raw)
 
 
@@ -122,7 +121,6 @@ class ShowOnConsole(Follower):
                 self._console.show(event, line.rank or 0)
 
     def close(self) -> None:
-        """Remove the progress bar."""
         self._console.close()
 
 
@@ -133,7 +131,6 @@ class WriteEvents(Follower):
         self._events = events
 
     def handle(self, line: Line) -> None:
-        """Write the event of a line, if there is one."""
         if line.event is not None:
             self._events.write(line.event, line.rank)
 
@@ -145,7 +142,6 @@ class RecordEvents(Follower):
         self.events: list[Event] = []
 
     def handle(self, line: Line) -> None:
-        """Store the event of a line, if there is one."""
         if line.event is not None:
             self.events.append(line.event)
 
@@ -171,7 +167,6 @@ class RankLogs(Follower):
         self._logs[line.rank].write(line.text)
 
     def close(self) -> None:
-        """Close the logs."""
         for log in self._logs.values():
             log.close()
 
@@ -211,13 +206,11 @@ class TargetFiles(Follower):
         self._targets: list[Target] = []
 
     def handle(self, line: Line) -> None:
-        """Add the targets of a line, and write the files."""
         if isinstance(line.event, Targets):
             self._targets += line.event.targets
             self._write(self._targets)
 
     def close(self) -> None:
-        """Remove the targets of the run from the files."""
         if self._targets:
             self._write([])
 

@@ -207,7 +207,6 @@ class Outcome(Follower):
         self._last_words: deque[str] = deque(maxlen=NUM_LAST_LINES)
 
     def handle(self, line: Line) -> None:
-        """Process one line of output."""
         match line.event:
             case None:
                 self._mpi_errors.add(line.rank, line.text)

@@ -98,7 +98,6 @@ class Adasum(Strategy):
         return torch.tensor(loss, dtype=torch.float64)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of this rank."""
         return [p.grad for p in self._named.values() if p.grad is not None]
 
     def is_finite(self, norm: float) -> bool:

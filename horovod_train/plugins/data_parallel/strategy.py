@@ -45,5 +45,4 @@ class DataParallel(SingleRankStrategy):
         return move_to_device(model)
 
     def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the module wrapped in ``DataParallel``."""
         return torch.nn.DataParallel(module)

@@ -449,7 +449,6 @@ class DeepSpeed(TorchDistributed):
                 )
 
     def _configuration(self) -> dict[str, Any]:
-        """Return DeepSpeed's configuration."""
         aligned = 2 * self._data.size  # bucket sizes must be multiples of it
         wanted = self._job.allreduce.bucket_size_mib * 2**20 / BYTES_OF_WEIGHT
         bucket = math.ceil(wanted / aligned) * aligned
@@ -505,7 +504,6 @@ class DeepSpeed(TorchDistributed):
     # -- one step
 
     def begin(self, step: PlannedStep) -> None:
-        """Record weights, which only DeepSpeed may write."""
         for weight, watch in self._weights:
             watch.begin([weight] if weight.numel() else ())  # stage 3 keeps small ones between modules
 
@@ -534,11 +532,9 @@ class DeepSpeed(TorchDistributed):
             yield name, part, None if gradient is None else gradient / self._divisor
 
     def divide_gradients(self, divisor: torch.Tensor) -> None:
-        """Store the divisor, by which DeepSpeed divides the gradient in the update like a loss scale."""
         self._divisor = float(divisor)
 
     def update(self, clip_grad_norm: float | None) -> float:
-        """Perform the update, which DeepSpeed skips if the gradient is not finite; return the norm."""
         assert clip_grad_norm == self._job.train.clip_grad_norm, "differs from DeepSpeed's configuration"
         self._has_gradients = False
         for _, watch in self._weights:
@@ -604,7 +600,6 @@ class DeepSpeed(TorchDistributed):
         return self._flat.optimized()
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
-        """Load an optimizer's state into DeepSpeed, after the weights."""
         super().load_optimizer(optimizer, document)
         self._flat.update_from(optimizer)
 

@@ -41,7 +41,6 @@ class GridEngineLauncher(BatchLauncher):
     id_variable = "JOB_ID"
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
-        """Return the call of qsub."""
         settings = request.job.launch.settings(GridEngine)
         name, environment = request.job.name, settings.parallel_environment
         return (
@@ -58,20 +57,17 @@ class GridEngineLauncher(BatchLauncher):
         )
 
     def programs(self) -> Path | None:
-        """Return the folder of Grid Engine's programs, from the variables of a job."""
         if "SGE_ROOT" not in os.environ or "ARC" not in os.environ:
             return None
         return Path(os.environ["SGE_ROOT"], "bin", os.environ["ARC"])
 
     def submitted_id(self, script: Path) -> str:
-        """Return the ID of a job in the queue, by its script."""
         for native_id in _rows(self.call("qstat", "-u", _account())):
             if self.fields(native_id).get("script_file") == str(script):
                 return native_id
         return ""
 
     def query(self, native_id: str) -> QueuedJob | None:
-        """Return the state of a job."""
         letters = _rows(self.call("qstat", "-u", _account())).get(native_id)
         if letters is None:
             return None
@@ -139,7 +135,6 @@ class GridEngineAllocationLauncher(AllocationLauncher):
         return ["/bin/sh", "-c", _unnotified(_qrsh()), "sh", host.name]
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Return the plan."""
         qrsh = request.log_dir / "qrsh"
         request = replace(request, own_remote_shell=(str(qrsh),))
         plan = start_of(mpi_of(request), request, request.hosts).plan(request)

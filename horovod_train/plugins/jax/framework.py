@@ -130,13 +130,11 @@ class Exchange(exchange.Exchange):
         self._ranks = tensor_communicator(self.world)  # once: slow compared with a step
 
     def kind(self, array: jax.Array) -> np.dtype[Any]:
-        """Return the wire dtype."""
         if array.dtype in NARROW:
             return np.dtype(np.float32)
         return np.dtype((self.wire_dtype or jnp.float32) if array.dtype == jnp.float32 else array.dtype)
 
     def size_on_wire_bytes(self, array: jax.Array) -> int:
-        """Return the size of an array in its wire dtype."""
         return int(array.size) * self.kind(array).itemsize
 
     def pack(self, arrays: Sequence[jax.Array], kind: np.dtype[Any]) -> jax.Array:
@@ -278,7 +276,6 @@ class SampleKeys(Keys):
         self._seed = seed
 
     def of(self, epoch: int, micro_batch: MicroBatch) -> jax.Array:
-        """Return the keys of the samples of a micro-batch, shape [samples, 2]."""
         seeds = sample_seeds(self._seed, epoch, range(micro_batch.start, micro_batch.stop))
         halves = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1)
         return jnp.asarray(halves.astype(np.uint32))
@@ -405,8 +402,6 @@ class JaxReplica(IdenticalReplica):
         share: jax.Array,
         scale: jax.Array,
     ) -> tuple[optax.Updates, jax.Array]:
-        """Add the gradient of share x loss x scale, and share x loss, of a micro-batch."""
-
         def weighted(params: optax.Params) -> tuple[jax.Array, jax.Array]:
             mine = self._loss(params, batch, key) * share
             return mine * scale, mine

@@ -226,7 +226,6 @@ def launcher_pods(cluster: Cluster, name: str) -> list[Pod]:
 
 
 def _exit_code(cluster: Cluster, name: str) -> int | None:
-    """Return the exit code of the last launcher; None: unknown."""
     for pod in reversed(launcher_pods(cluster, name)):
         for container in pod.containers:
             if container.exit_code is not None:
@@ -312,7 +311,6 @@ class MpiJobLauncher(PolledLauncher):
         return f"{request.job.launch.settings(Kubernetes).namespace}/{request.job.name}/"
 
     def status(self, job: Submitted) -> JobStatus:
-        """Return the status of a job."""
         known = recorded_end(job.job_id)
         if known is not None and known.state in FINAL:
             return known  # even if the MPIJob was deleted since

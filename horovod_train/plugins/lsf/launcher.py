@@ -32,7 +32,6 @@ class LsfLauncher(BatchLauncher):
         return ("/bin/sh", "-c", f"bsub < {shlex.quote(str(request.log_dir / SCRIPT))}")
 
     def directives(self, request: LaunchRequest) -> list[str]:
-        """Return the options of bsub."""
         settings = request.job.launch.settings(Lsf)
         options = [
             f"-J {request.job.name}",
@@ -47,19 +46,15 @@ class LsfLauncher(BatchLauncher):
         return [f"#BSUB {option}" for option in options]
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
-        """Refuse to submit."""
         raise self._rendered_only()
 
     def submitted_id(self, script: Path) -> str:
-        """Refuse to query LSF."""
         raise self._rendered_only()
 
     def query(self, native_id: str) -> QueuedJob | None:
-        """Refuse to query LSF."""
         raise self._rendered_only()
 
     def end(self, native_id: str, how: How, *, is_waiting: bool) -> None:
-        """Refuse to end a job."""
         raise self._rendered_only()
 
     def put_back(self, native_id: str, request: LaunchRequest) -> None:

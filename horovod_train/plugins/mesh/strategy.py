@@ -54,7 +54,6 @@ class ShardedLayers(Fsdp):
         self._num_tensor = ranks.axes.tensor
 
     def _device_mesh(self, model: torch.nn.Module, move_to_device: DevicePlacement) -> DeviceMesh:
-        """Shard layers along the tensor axis; return the device mesh for sharding along the data axis."""
         if self._num_tensor == 1:
             return super()._device_mesh(model, move_to_device)
         axes, names = self._sharding_axes()

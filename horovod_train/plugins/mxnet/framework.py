@@ -83,7 +83,6 @@ class MxnetCommunicator(HorovodCommunicator):
         self.lost = (*self.lost, mx.base.MXNetError)
 
     def allreduce_array(self, array: Array, name: str) -> Array:
-        """Return the elementwise sum over ranks."""
         sent = mx.nd.array(array, dtype=array.dtype)
         total: Array = self.hvd.allreduce(sent, average=False, name=name).asnumpy()
         return total
@@ -102,12 +101,10 @@ class Exchange(exchange.Exchange):
     """
 
     def kind(self, array: mx.nd.NDArray) -> type:
-        """Return the data type."""
         dtype: type = array.dtype
         return dtype
 
     def size_on_wire_bytes(self, array: mx.nd.NDArray) -> int:
-        """Return the size of an array."""
         return int(array.size * np.dtype(array.dtype).itemsize)
 
     def pack(self, arrays: Sequence[mx.nd.NDArray], kind: type) -> mx.nd.NDArray:

@@ -354,7 +354,6 @@ class ParameterServer(Strategy):
             )
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Attach to a model and its optimizer; assign weights to servers."""
         super().bind(model, optimizer)
         trained = OptimizedParameters(model, optimizer).named()
         self._named = {name: p for name, p in trained.items() if p.requires_grad}
@@ -393,7 +392,6 @@ class ParameterServer(Strategy):
             served.copy_(self._named[name])
 
     def close(self) -> None:
-        """Stop the server."""
         if self._line is not None:
             self._line.close()
 
@@ -479,7 +477,6 @@ class ParameterServer(Strategy):
         return self._served_by
 
     def optimized(self) -> Sequence[OptimizedParameter]:
-        """Return the parameters that this rank serves."""
         names = {id(served): name for name, served in self._served.items()}
         groups = self._served_by.param_groups
         return [OptimizedParameter(names[id(p)], LocalTensor(p)) for group in groups for p in group["params"]]
@@ -489,6 +486,5 @@ class ParameterServer(Strategy):
         return [parameter.name for parameter in whole_parameters(self._model, self._optimizer)]
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Copy the loaded weights to this rank's server."""
         super().load_rank_states(of_ranks)
         self._copy_weights_to_server()

@@ -47,7 +47,6 @@ class PbsLauncher(BatchLauncher):
     id_variable = "PBS_JOBID"
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
-        """Return the call of qsub."""
         settings = request.job.launch.settings(Pbs)
         return (
             *("qsub", "-N", request.job.name),
@@ -74,13 +73,11 @@ class PbsLauncher(BatchLauncher):
         return Path(found[1]) / "bin" if found else None
 
     def submitted_id(self, script: Path) -> str:
-        """Return the ID of a job in the queue, by its script."""
         jobs = re.split(r"^Job Id: ", self.call("qstat", "-f"), flags=re.MULTILINE)[1:]
         of_this_run = (job for job in jobs if f" {script} " in f"{_fields(job).get('Submit_arguments')} ")
         return next((job.split(maxsplit=1)[0] for job in of_this_run), "")
 
     def query(self, native_id: str) -> QueuedJob | None:
-        """Return the state of a job."""
         fields = self.fields(native_id)
         if not fields:
             return None
@@ -140,10 +137,8 @@ class PbsAllocationLauncher(AllocationLauncher):
     hosts_variable = "PBS_NODEFILE"
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Return the plan."""
         is_mpi = request.job.launch.controller == "mpi"
         return (MpirunLauncher() if is_mpi else HorovodrunLauncher()).plan(request)
 
     def time_limit_s(self, native_id: str) -> float:
-        """Return the walltime of the job."""
         return seconds(PbsLauncher().fields(native_id).get("Resource_List.walltime", "INFINITY"))

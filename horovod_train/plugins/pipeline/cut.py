@@ -162,7 +162,6 @@ def _stage_of(
     results: Sequence[fx.Node] | None,
     output: fx.Node,
 ) -> Stage:
-    """Return the stage ``nodes[first:last]``, which returns ``results`` (None: the model's output)."""
     first, last = bounds
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}

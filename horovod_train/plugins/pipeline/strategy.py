@@ -233,7 +233,6 @@ class Pipeline(ModelParallel):
 
     @contextmanager
     def same_random_state(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Yield a step with which the reference model draws the same random numbers as the stages."""
         message = torch.tensor(draw_seed())  # run_schedule draws the same seed again on the first rank
         if self._axes.pipeline > 1:
             dist.broadcast(message, self._place.ranks[0], group=self._place.groups["activations"])

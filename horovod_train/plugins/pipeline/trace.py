@@ -256,7 +256,6 @@ def _leaves(arguments: Any) -> list[Any]:
 
 
 def _replaced(arguments: Any, which: Sequence[bool], leaf: fx.Node) -> Any:
-    """Return the arguments with the leaves at which ``which`` is True replaced by ``leaf``."""
     each = iter(which)
     return map_aggregate(arguments, lambda old: leaf if next(each) else old)
 

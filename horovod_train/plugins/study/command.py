@@ -13,8 +13,8 @@ from horovod_train.cli.options import job_argument, print_line, set_option
 
 if TYPE_CHECKING:
     from horovod_train.config.schema import Job
+    from horovod_train.plugins.report.document import Report
     from horovod_train.plugins.study.results import Study
-    from horovod_train.report.document import Report
 
 
 OF_TABLE = ("ranks", "policies", "tune_lr")
@@ -202,7 +202,7 @@ def write(folder: Path, report: Report) -> None:
     """Write the report of a study as Markdown, JSON and HTML, and print the Markdown."""
     from dataclasses import asdict
 
-    from horovod_train.report.document import as_html, as_markdown
+    from horovod_train.plugins.report.document import as_html, as_markdown
     from horovod_train.system.files import write_atomic
 
     markdown = as_markdown(report)

@@ -27,6 +27,7 @@ from horovod_train.errors import UserError
 from horovod_train.events.file import Record
 from horovod_train.events.types import Failure
 from horovod_train.events.wire import duration
+from horovod_train.plugins.report.document import Block, Chart, Curve, Report, Section, Table, Text
 from horovod_train.plugins.study.results import (
     CRITICAL,
     TUNING,
@@ -48,7 +49,6 @@ from horovod_train.plugins.study.table import (
     ranks_text,
     verdicts,
 )
-from horovod_train.report.document import Block, Chart, Curve, Report, Section, Table, Text
 
 MAX_ATTEMPTS = 3
 """Starts of a trial in one call, if its launcher or ranks fail without an error of the job."""

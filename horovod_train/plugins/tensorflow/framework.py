@@ -88,7 +88,6 @@ class TensorflowCommunicator(HorovodCommunicator):
         self.lost = (*self.lost, tf.errors.UnknownError, tf.errors.FailedPreconditionError)
 
     def allreduce_array(self, array: Array, name: str) -> Array:
-        """Return the elementwise sum over ranks."""
         with tf.device("CPU:0"):
             total = self.hvd.allreduce(tf.constant(array), op=self.hvd.Sum, name=name)
         result: Array = total.numpy()
@@ -121,13 +120,11 @@ class Exchange(exchange.Exchange):
         return tf.convert_to_tensor(array)
 
     def kind(self, array: tf.Tensor) -> tf.DType:
-        """Return the wire dtype."""
         if array.dtype in NARROW:
             return tf.float32
         return (self.wire_dtype or tf.float32) if array.dtype == tf.float32 else array.dtype
 
     def size_on_wire_bytes(self, array: tf.Tensor) -> int:
-        """Return the size of a tensor in its wire dtype."""
         return int(array.shape.num_elements()) * int(self.kind(array).size)
 
     def pack(self, arrays: Sequence[tf.Tensor], kind: tf.DType) -> tf.Tensor:

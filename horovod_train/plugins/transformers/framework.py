@@ -239,7 +239,6 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
         self.norm: torch.Tensor | None = None
 
     def get_train_dataloader(self) -> Any:
-        """Return this rank's batches."""
         return self.source
 
     def _lengths(self) -> list[int]:

@@ -105,7 +105,6 @@ class JsonLines:
             write_atomic(self._path, wanted, stat.S_IMODE(self._path.stat().st_mode))
 
     def _is_start(self, entry: JsonLine) -> bool:
-        """Return whether a line is that of a start of this job."""
         job = entry.get("job")
         return "from_step" in entry and isinstance(job, dict) and job.get("name") == self._job
 

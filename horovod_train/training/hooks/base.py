@@ -304,12 +304,10 @@ class ScheduleArguments(Hook):
         return cls() if parts.job.optimizer.schedules else None
 
     def on_start(self, run: Run) -> None:
-        """Set the arguments of the first step."""
         schedules = run.job.optimizer.schedules
         self._schedules = ArgumentSchedules(schedules, run.policy.total_epochs, run.in_epochs)
         self.on_step(run)
 
     def on_step(self, run: Run) -> None:
-        """Set the arguments of the next step."""
         assert isinstance(run.replica, SchedulesArguments)  # the rules refuse other frameworks
         run.replica.set_arguments(self._schedules.at(run.schedule_epochs))

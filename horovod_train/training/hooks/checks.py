@@ -39,7 +39,6 @@ class CheckReplicasIdentical(Hook):
         self._is_due = False
 
     def on_start(self, run: Run) -> None:
-        """Compare before the first step."""
         self._check(run, "before the first step")
 
     def on_step(self, run: Run) -> None:
@@ -168,7 +167,6 @@ class WatchPythonState(Hook):
 
     @classmethod
     def of(cls, parts: HookParts) -> WatchPythonState:
-        """Return the hook."""
         return cls(parts.exchange)
 
     def on_start(self, run: Run) -> None:
@@ -251,7 +249,6 @@ class KeepGenerators(Hook):
 
     @classmethod
     def of(cls, parts: HookParts) -> KeepGenerators:
-        """Return the hook."""
         assert parts.framework is not None
         return cls(parts.framework)
 

@@ -43,7 +43,6 @@ class SaveCheckpoints(Hook):
 
     @classmethod
     def of(cls, parts: HookParts) -> SaveCheckpoints:
-        """Return the hook."""
         assert parts.manager is not None
         assert parts.framework is not None
         return cls(parts.manager, parts.framework)
@@ -201,7 +200,6 @@ class StopWhenPreempted(Hook):
 
     @classmethod
     def of(cls, parts: HookParts) -> StopWhenPreempted:
-        """Return the hook."""
         assert parts.manager is not None
         assert parts.framework is not None
         agreement = PreemptionAgreement(parts.world, parts.is_preempted, parts.exchange)

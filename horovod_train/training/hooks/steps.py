@@ -59,11 +59,9 @@ class ReportProgress(Hook):
 
     @classmethod
     def of(cls, parts: HookParts) -> ReportProgress:
-        """Return the hook."""
         return cls(parts.reporter, parts.report_interval_s)
 
     def on_start(self, run: Run) -> None:
-        """Start to count steps and samples."""
         self._num_steps = run.planned_steps()
         self._recent.append((monotonic(), 0))
 
@@ -124,7 +122,6 @@ class ReportProgress(Hook):
         )
 
     def on_evaluation(self, run: Run, *, begins: bool) -> None:
-        """Report the results of an evaluation."""
         if not begins and run.world.rank == 0:
             progress = run.progress
             self._reporter.report(
@@ -160,11 +157,9 @@ class RecordMetrics(Hook):
 
     @classmethod
     def of(cls, parts: HookParts) -> RecordMetrics | None:
-        """Return the hook; None: the job has no metrics."""
         return cls(parts.recorder) if parts.job.metrics.enabled else None
 
     def on_result(self, run: Run, report: StepReport) -> None:
-        """Record the step."""
         record_step(self._recorder, report)
 
     def on_evaluation(self, run: Run, *, begins: bool) -> None:
@@ -198,11 +193,9 @@ class Track(Hook):
         return cls(trackers)
 
     def on_start(self, run: Run) -> None:
-        """Start the trackers."""
         self._trackers.start(run.progress.step)
 
     def on_result(self, run: Run, report: StepReport) -> None:
-        """Log the result of a step."""
         outcome = report.outcome
         values = {"loss": outcome.loss, "lr": report.lr, **shown_numbers(report.numbers)}
         if outcome.grad_norm is not None:
@@ -210,7 +203,6 @@ class Track(Hook):
         self._trackers.log_step(report.step, report.epochs_passed, values)
 
     def on_evaluation(self, run: Run, *, begins: bool) -> None:
-        """Log the metrics of an evaluation."""
         if not begins:
             progress = run.progress
             self._trackers.log_evaluation(progress.step, progress.epochs_passed, progress.metrics)
@@ -252,7 +244,6 @@ class AttributeWaiting(Hook):
         return hook
 
     def on_result(self, run: Run, report: StepReport) -> None:
-        """Add the times of a step."""
         clock = report.outcome.clock
         phases = clock.seconds
         sums = self._sums
@@ -310,7 +301,6 @@ class AttributeWaiting(Hook):
         self._of_ranks[:, -1] += waited_for
 
     def on_end(self, run: Run) -> None:
-        """Report the times since the last report."""
         if self._rank == 0:
             self._report()
 
@@ -386,7 +376,6 @@ class MeasureNoise(Hook):
             self._reporter.report(Notice(text=f"metrics.noise_scale_every_steps has no effect: {text}"))
 
     def on_step(self, run: Run) -> None:
-        """Determine whether the next step is measured."""
         if isinstance(run.replica, MeasuresNoise) and run.replica.noise is not None:
             run.replica.noise.is_due = run.progress.step % self._every_steps == 0
 

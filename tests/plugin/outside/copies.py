@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from horovod_train.collectives.base import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.frameworks.torch.codecs import base
-from horovod_train.frameworks.torch.codecs.base import Codec
+from horovod_train.frameworks.torch.codecs import Codec, base
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import make_allreduce
 from horovod_train.frameworks.torch.strategies.base import Strategy
 

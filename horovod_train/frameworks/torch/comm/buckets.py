@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from horovod_train.errors import UserError
 from horovod_train.frameworks.exchange import plan_buckets
-from horovod_train.frameworks.torch.codecs.base import BucketExchange, BucketLayout, Rounds
+from horovod_train.frameworks.torch.codecs import BucketExchange, BucketLayout, Rounds
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, wide_type
 from horovod_train.frameworks.torch.state.local import to_local
 from horovod_train.frameworks.torch.step.deferred import NoiseMeter
@@ -239,7 +239,7 @@ class GradientPipeline:
     Args:
         named: The trained parameters by name.
         ranks: The communicator.
-        make: Creates a bucket's ``BucketExchange`` (codecs/base.py): its flat data and its collectives.
+        make: Creates a bucket's ``BucketExchange`` (codecs.py): its flat data and its collectives.
         bucket_size_bytes: Approximate size of a bucket.
         name: Prefix of the names of collectives.
         refuse: Called before a gradient is packed; raises if a backward pass is not allowed now.
@@ -485,7 +485,6 @@ class ScatteredMessage(BucketExchange):
         self._is_clear = True
 
     def allocate(self) -> None:
-        """Allocate ``body``, if it was released."""
         storage = self._whole.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.size_bytes)

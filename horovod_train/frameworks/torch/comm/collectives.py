@@ -190,13 +190,11 @@ class TorchCommunicator(HorovodCommunicator):
             share_cores(self.hvd.local_size())
 
     def allreduce_array(self, array: Array, name: str) -> Array:
-        """Return the elementwise sum over ranks."""
         tensor = torch.from_numpy(array)
         self.hvd.synchronize(self.hvd.allreduce_async_(tensor, name=name, op=self.hvd.Sum, **self._among))
         return array
 
     def allgather_arrays(self, array: Array, name: str) -> Array:
-        """Return the concatenated arrays of all ranks."""
         joined: Array = self.hvd.allgather(torch.tensor(array), name=name, **self._among).numpy()
         return joined
 
@@ -274,7 +272,6 @@ class TorchCommunicator(HorovodCommunicator):
         return ProcessSet(self, mine, PROCESS_SETS[mine])
 
     def close(self) -> None:
-        """Shut down communication. Safe to call twice."""
         super().close()
         if not self.hvd.is_initialized():  # shutdown removes the process sets
             PROCESS_SETS.clear()
@@ -371,16 +368,13 @@ class Exchange(exchange.Exchange):
         return sums
 
     def dense(self, array: torch.Tensor) -> torch.Tensor:
-        """Return a dense tensor."""
         return array.to_dense() if array.is_sparse and self.world.size > 1 else array
 
     def kind(self, array: torch.Tensor) -> tuple[torch.dtype, torch.device]:
-        """Return the wire dtype and the device."""
         is_float32 = array.dtype == torch.float32
         return (self.wire_dtype or torch.float32) if is_float32 else wide_type(array.dtype), array.device
 
     def size_on_wire_bytes(self, array: torch.Tensor) -> int:
-        """Return the size of a tensor in its wire dtype."""
         return array.numel() * self.kind(array)[0].itemsize
 
     def pack(self, arrays: Sequence[torch.Tensor], kind: tuple[torch.dtype, torch.device]) -> torch.Tensor:

@@ -255,7 +255,6 @@ def _check_names(local_tensors: Iterable[str], arrays: Iterable[str]) -> None:
 
 
 def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: LocalTensor) -> ArrayBlob:
-    """Return the part of an array that a local tensor stores."""
     if isinstance(arrays, StoredArrays):
         return arrays.part(name, tuple(wanted.tensor.shape), wanted.part)
     found = arrays[name]  # in memory, from a replica with the same sharding

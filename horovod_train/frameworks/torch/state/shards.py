@@ -37,7 +37,6 @@ def local_tensor_of(tensor: torch.Tensor) -> LocalTensor:
 
 
 def _like(own: torch.Tensor, tensor: DTensor) -> torch.Tensor:
-    """Return the ``DTensor`` with a local shard, sharded like another ``DTensor``."""
     return DTensor.from_local(
         own.to(tensor.device),
         tensor.device_mesh,

@@ -102,7 +102,6 @@ class DeviceClock(StepClock):
         self._laps: list[tuple[str, Any]] = [("", timer.mark())]
 
     def end_phase(self, phase: str) -> None:
-        """End a phase."""
         self._laps.append((phase, self._timer.mark()))
 
     def settle(self, ranks: Communicator, read: Callable[[], object]) -> None:

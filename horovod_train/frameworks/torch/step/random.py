@@ -142,7 +142,6 @@ class SampleDraws(RankDraws):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Allow draws in the block."""
         self._is_in_forward = True
         try:
             yield

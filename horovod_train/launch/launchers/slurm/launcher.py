@@ -47,11 +47,9 @@ class SlurmLauncher(BatchLauncher):
     id_variable = "SLURM_JOB_ID"
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
-        """Return the call of sbatch."""
         return ("sbatch", "--parsable", str(request.log_dir / SCRIPT))
 
     def directives(self, request: LaunchRequest) -> list[str]:
-        """Return the options of sbatch."""
         slurm = request.job.launch.settings(Slurm)
         options = {
             "job-name": request.job.name,
@@ -69,7 +67,6 @@ class SlurmLauncher(BatchLauncher):
         ]
 
     def submitted_id(self, script: Path) -> str:
-        """Return the ID of a job in the queue, by its script."""
         jobs = self.call(
             *("squeue", f"--user={os.getuid()}", "--states=all", "--noheader"),
             f"--Format=JobID:{MAX_ID_CHARS},Command:{MAX_PATH_CHARS}",
@@ -78,7 +75,6 @@ class SlurmLauncher(BatchLauncher):
         return next((row[0] for row in rows if row[1:] and row[1].strip() == str(script)), "")
 
     def query(self, native_id: str) -> QueuedJob | None:
-        """Return the state of a job."""
         try:
             found = self.call("scontrol", "show", "job", "--oneliner", native_id)
         except LaunchError as error:
@@ -96,7 +92,6 @@ class SlurmLauncher(BatchLauncher):
         return QueuedJob("cancelled" if shown.startswith("CANCELLED") else "ended", shown)
 
     def end(self, native_id: str, how: How, *, is_waiting: bool) -> None:
-        """End a job with scancel."""
         self.call("scancel", *(() if is_waiting else _CANCEL[how]), native_id)
 
     def put_back(self, native_id: str, request: LaunchRequest) -> None:
@@ -218,7 +213,6 @@ class SlurmAllocationLauncher(AllocationLauncher):
         ]
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Return the plan."""
         if request.job.launch.controller == "mpi":
             return start_in_allocation(mpi_of(request), request).plan(request)
         placed = [f"{host.name}:{host.num_ranks}" for host in request.hosts]

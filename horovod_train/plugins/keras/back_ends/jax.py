@@ -25,7 +25,6 @@ class JaxBackEnd(BackEnd):
         return TorchCommunicator
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
-        """Return the exchange of JAX arrays."""
         return Exchange(world, bucket_size_bytes, wire_dtype)
 
     def limit_threads(self, num_threads: int) -> None:
@@ -37,7 +36,6 @@ class JaxBackEnd(BackEnd):
         framework.be_deterministic()
 
     def choose_device(self, job: Job, world: Communicator) -> None:
-        """Select the rank's GPU, or the CPU."""
         framework.choose_device(job, world)
 
     def sync_variables(self, model: keras.Model) -> None:

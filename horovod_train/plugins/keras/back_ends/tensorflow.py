@@ -25,11 +25,9 @@ class TensorflowBackEnd(BackEnd):
     reads_inside_step = True
 
     def communicator_class(self) -> type[HorovodCommunicator]:
-        """Return the communicator for TensorFlow."""
         return TensorflowCommunicator
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
-        """Return the exchange of TensorFlow tensors."""
         return Exchange(world, bucket_size_bytes, tf.as_dtype(wire_dtype))
 
     def limit_threads(self, num_threads: int) -> None:
@@ -37,11 +35,9 @@ class TensorflowBackEnd(BackEnd):
         tf.config.threading.set_intra_op_parallelism_threads(num_threads)
 
     def be_deterministic(self) -> None:
-        """Disable nondeterministic operations."""
         tf.config.experimental.enable_op_determinism()
 
     def choose_device(self, job: Job, world: Communicator) -> None:
-        """Select the rank's GPU, or the CPU."""
         framework.choose_device(job, world)
 
     def check_compile(self, arguments: dict[str, Any]) -> None:
@@ -61,5 +57,4 @@ class TensorflowBackEnd(BackEnd):
         ]
 
     def stream(self, batches: Iterator[tuple[object, ...]]) -> AbstractContextManager[object]:
-        """Return a context with a ``tf.data.Dataset``."""
         return open_dataset(batches)

@@ -20,11 +20,9 @@ class TorchBackEnd(BackEnd):
     """PyTorch: operations also use its own random generators."""
 
     def communicator_class(self) -> type[HorovodCommunicator]:
-        """Return the communicator for PyTorch."""
         return TorchCommunicator
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
-        """Return the exchange of PyTorch tensors."""
         return Exchange(world, bucket_size_bytes, getattr(torch, wire_dtype))
 
     def limit_threads(self, num_threads: int) -> None:
@@ -32,11 +30,9 @@ class TorchBackEnd(BackEnd):
         torch.set_num_threads(num_threads)
 
     def be_deterministic(self) -> None:
-        """Disable nondeterministic operations."""
         torch.use_deterministic_algorithms(True)
 
     def choose_device(self, job: Job, world: Communicator) -> None:
-        """Select the rank's GPU, or the CPU."""
         keras.src.backend.common.global_state.set_global_attribute(
             "torch_device", str(framework.choose_device(job, world))
         )
@@ -47,18 +43,15 @@ class TorchBackEnd(BackEnd):
             total.value.zero_()
 
     def set_training(self, model: keras.Model) -> None:
-        """Set the mode of training."""
         model.train()
 
     def generators(self) -> dict[str, Any]:
-        """Return the state of PyTorch's generators."""
         states = {"cpu": torch.get_rng_state().numpy()}
         if torch.cuda.is_available():
             states["cuda"] = torch.cuda.get_rng_state().numpy()
         return states
 
     def load_generators(self, states: Mapping[str, Any]) -> None:
-        """Load the state of PyTorch's generators, if it was saved."""
         if not states:
             return
         torch.set_rng_state(torch.from_numpy(states["cpu"].copy()))

@@ -20,7 +20,7 @@ import torch
 from horovod_train.collectives.base import Communicator, Mesh
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, make_codec
+from horovod_train.frameworks.torch.codecs import BucketLayout, Codec, make_codec
 from horovod_train.frameworks.torch.comm.buckets import Bucket, GradientPipeline, aligned
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, tensor_communicator
 from horovod_train.frameworks.torch.state.local import (
@@ -91,7 +91,6 @@ class SingleRankStrategy(Strategy):
         return [parameter for parameter in self._parameters() if parameter.grad is not None]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of all parameters that have one."""
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -119,7 +118,6 @@ class AllreduceStrategy(Strategy):
         """Old buckets, if this step rebuilt them: their state is copied to the new ones after the update."""
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
         self.sum_gradients_of(OptimizedParameters(model, optimizer))
 
@@ -209,7 +207,6 @@ class AllreduceStrategy(Strategy):
         return self._rank_state.save(self._state(), self._ranks.rank)
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Load the state of the codec."""
         if not self._codec.rules:
             super().load_rank_states(of_ranks)
             return
@@ -221,7 +218,6 @@ class AllreduceStrategy(Strategy):
         return state_of(self.pipeline.buckets)
 
     def close(self) -> None:
-        """Detach all hooks from the parameters."""
         if self._pipeline is not None:
             self._pipeline.close()
 

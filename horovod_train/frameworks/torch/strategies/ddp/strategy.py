@@ -51,7 +51,6 @@ class TorchDistributed(Strategy):
         return tensor
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
         # A list, because iterating over all modules takes a millisecond in each step.
         self._all = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -75,7 +74,6 @@ class TorchDistributed(Strategy):
         return numbers[0]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of this rank."""
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -106,7 +104,6 @@ class Ddp(TorchDistributed):
         self._has_summed_all = False
 
     def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the module that the task calls."""
         self._called = CalledByTask(module, self._wrapped)
         return self._called
 

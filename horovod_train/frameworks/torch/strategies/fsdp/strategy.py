@@ -205,7 +205,6 @@ class Fsdp(TorchDistributed):
             self._paths.begin_pass("evaluation")
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
         self._plain = [p for p in self._parameters() if not isinstance(p, DTensor) and p.requires_grad]
         disable_foreach_for_mixed_groups(optimizer)
@@ -294,7 +293,6 @@ class Fsdp(TorchDistributed):
         return [sums[0], *(() if all_used else sums[1:].tolist())]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the local shards of the gradients."""
         return [to_local(gradient) for gradient in super().gradients()]
 
     def norm(self) -> torch.Tensor:

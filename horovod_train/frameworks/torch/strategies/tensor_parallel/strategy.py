@@ -54,7 +54,6 @@ class ModelParallel(Strategy):
         self._data = make_allreduce(mesh.data, job.allreduce)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
         self._data.bind(model, optimizer)
         disable_foreach_for_mixed_groups(optimizer)
@@ -65,7 +64,6 @@ class ModelParallel(Strategy):
         self._data.defer_results()
 
     def close(self) -> None:
-        """Detach all hooks from the parameters."""
         self._data.close()
 
     def optimized(self) -> Sequence[OptimizedParameter]:
@@ -84,7 +82,6 @@ class ModelParallel(Strategy):
         return self._world.wait(self._world.start_allreduce(mean, "horovod_train.loss"))[0]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the local shards of the gradients."""
         return [to_local(gradient) for gradient in self._data.gradients()]
 
     def norm(self) -> torch.Tensor:

@@ -28,7 +28,7 @@ from horovod_train.collectives.base import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.codecs.base import BucketLayout
+from horovod_train.frameworks.torch.codecs import BucketLayout
 from horovod_train.frameworks.torch.comm.buckets import Bucket, GradientPipeline, ScatteredMessage, Slot
 from horovod_train.frameworks.torch.comm.collectives import tensor_communicator
 from horovod_train.frameworks.torch.state.local import LocalTensor, OptimizedParameter, OptimizedParameters
@@ -140,7 +140,6 @@ class Zero(Strategy):
         self._by_weight = {id(piece.weight): piece for piece in pieces}
 
     def close(self) -> None:
-        """Detach all hooks from the parameters."""
         if self._pipeline is not None:
             self._pipeline.close()
 
@@ -218,7 +217,6 @@ class Zero(Strategy):
         )
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of this rank's parts."""
         if all(
             message.own.dtype == piece.weight.dtype
             for message, pieces in zip(self._messages, self._pieces, strict=True)
@@ -250,7 +248,6 @@ class Zero(Strategy):
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """All-gather the weights of all buckets."""
         in_flight: deque[tuple[int, object]] = deque()  # in the same order on all ranks
         for number in range(len(self._messages)):
             name = f"horovod_train.zero.weights.{number}"

@@ -20,16 +20,16 @@ from types import MappingProxyType
 
 import torch
 
-from horovod_train.frameworks.torch.codecs.base import (
+from horovod_train.frameworks.torch.codecs import (
     BucketExchange,
     BucketLayout,
     Codec,
     Rounds,
     replace_if_used,
 )
-from horovod_train.frameworks.torch.codecs.top_k import Arguments
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
+from horovod_train.plugins.top_k import Arguments
 
 INDEX = torch.int32
 
@@ -50,7 +50,6 @@ class TopK(Codec):
         self._keep = Arguments(keep=keep).keep
 
     def message(self, layout: BucketLayout) -> BucketExchange:
-        """Create the message of a bucket."""
         return TopKMessage(layout, self._keep)
 
 
@@ -89,7 +88,6 @@ class TopKMessage(BucketExchange):
             self.trailer.add_(trailer.view(self.trailer.dtype))
 
     def state(self) -> Mapping[StateKey, torch.Tensor]:
-        """Return the residual of each parameter."""
         return {(name, RESIDUAL): part for name, part in self._layout.split(self._residual).items()}
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:

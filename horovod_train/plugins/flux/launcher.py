@@ -32,8 +32,8 @@ from horovod_train.launch.launchers.batch import (
     How,
     QueuedJob,
 )
-from horovod_train.launch.launchers.flux import Flux
 from horovod_train.launch.mpi import mpi_of, start_of
+from horovod_train.plugins.flux import Flux
 
 SLOTS = "HOROVOD_TRAIN_FLUX_SLOTS"
 """Variable in the script: ranks on each node."""
@@ -95,7 +95,6 @@ class FluxLauncher(BatchLauncher):
         return found.split()[0] if found.split() else ""
 
     def query(self, native_id: str) -> QueuedJob | None:
-        """Return the state of a job."""
         shown = "{state} {result} {returncode} {exception.note}"
         try:
             found = self.call("flux", "jobs", "-a", "--no-header", f"--format={shown}", native_id)
@@ -146,7 +145,6 @@ class FluxAllocationLauncher(AllocationLauncher):
         return ["/bin/sh", "-c", f'{ON_NODE} "$2"', "sh", host.name]
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Return the plan."""
         remote_shell = request.log_dir / "flux-exec"
         request = replace(request, own_remote_shell=(str(remote_shell),))
         plan = start_of(mpi_of(request), request, request.hosts).plan(request)
@@ -154,7 +152,6 @@ class FluxAllocationLauncher(AllocationLauncher):
         return replace(plan, files={**plan.files, remote_shell: script})
 
     def time_limit_s(self, native_id: str) -> float:
-        """Return the time limit of the job; 0 for Flux: none."""
         found = call("flux", "--parent", "jobs", "--no-header", "--format={duration}", native_id)
         return float(found.strip() or 0) or math.inf
 

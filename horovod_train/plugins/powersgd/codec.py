@@ -26,16 +26,16 @@ from types import MappingProxyType
 import torch
 
 from horovod_train.errors import UserError, describe_ranks
-from horovod_train.frameworks.torch.codecs.base import (
+from horovod_train.frameworks.torch.codecs import (
     BucketExchange,
     BucketLayout,
     Codec,
     Rounds,
     replace_if_used,
 )
-from horovod_train.frameworks.torch.codecs.powersgd import Arguments
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
+from horovod_train.plugins.powersgd import Arguments
 
 FACTOR = "factor"
 
@@ -53,7 +53,6 @@ class PowerSgd(Codec):
         self._rank = Arguments(rank=rank).rank
 
     def message(self, layout: BucketLayout) -> BucketExchange:
-        """Create the message of a bucket."""
         return PowerSgdMessage(layout, self._rank)
 
     def check(self, ranks: TensorCollectives, layouts: Sequence[BucketLayout]) -> None:

@@ -218,7 +218,7 @@ SECURITY_HEADERS = {
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
 }
-SIGN_IN = (files("horovod_train.serve") / "page_files" / "sign_in.html").read_bytes()
+SIGN_IN = (files("horovod_train.plugins.serve") / "page_files" / "sign_in.html").read_bytes()
 SIGN_IN_POLICY = SECURITY_HEADERS["Content-Security-Policy"].replace(
     "form-action 'none'", "form-action 'self'"
 )

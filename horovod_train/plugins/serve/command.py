@@ -6,12 +6,15 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
 
+from horovod_train.plugins.serve import PAGE_PORT, TARGETS_PORT
+
 if TYPE_CHECKING:
-    from horovod_train.serve.web import Server
+    from horovod_train.plugins.serve.web import Server
 
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -20,7 +23,7 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.command(name="serve")
 @click.argument("what", metavar="[JOB|FOLDER|TARGETS]...", nargs=-1)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=9301, show_default=True, type=click.IntRange(0, 65535), metavar="PORT")
+@click.option("--port", default=PAGE_PORT, show_default=True, type=click.IntRange(0, 65535), metavar="PORT")
 @click.option(
     "--allow-cancel", is_flag=True, help="Allow clients to drain and cancel jobs, also on the page."
 )
@@ -53,8 +56,8 @@ def serve_command(
     from horovod_train.errors import UserError
     from horovod_train.monitor.live import targets_of
     from horovod_train.monitor.runs import folders_of_runs, places_of
-    from horovod_train.serve.page import serve_page
-    from horovod_train.serve.web import Tls, make_token, token_of_environment
+    from horovod_train.plugins.serve.page import serve_page
+    from horovod_train.plugins.serve.web import Tls, make_token, token_of_environment
 
     if allow_submit and tokens is None:
         raise UserError(
@@ -123,6 +126,28 @@ def page_addresses(host: str, port: int, token: str, *, is_tls: bool = False) ->
     return lines
 
 
+@contextmanager
+def page_of(folder: Path) -> Iterator[None]:
+    """Print the address of a web page of the runs in a folder, and serve it during the block."""
+    from horovod_train.errors import UserError
+    from horovod_train.plugins.serve.page import serve_page
+    from horovod_train.plugins.serve.web import make_token, token_of_environment
+
+    host, token = "127.0.0.1", token_of_environment() or make_token()
+    try:
+        server = serve_page([folder], [], host=host, port=PAGE_PORT, token=token)
+    except UserError:  # the default port is in use, probably by another job
+        server = serve_page([folder], [], host=host, port=0, token=token)
+    for line in page_addresses(host, server.port, token):
+        click.echo(line)
+    try:
+        yield
+    finally:
+        server.show_the_end()
+        server.close()
+        click.echo(f"to view the finished run: horovod-train serve {quote(str(folder))}")
+
+
 ui_command = serve_command
 
 
@@ -134,16 +159,16 @@ def targets_command() -> None:
 @targets_command.command(name="serve")
 @click.argument("folders", metavar="[FOLDER]...", nargs=-1)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=9300, show_default=True, type=click.IntRange(0, 65535), metavar="PORT")
+@click.option(
+    "--port", default=TARGETS_PORT, show_default=True, type=click.IntRange(0, 65535), metavar="PORT"
+)
 def serve(folders: tuple[str, ...], host: str, port: int) -> None:
     """Serve /targets and /metrics of the jobs in FOLDERs of runs (default: runs), without the page.
 
     /targets is for Prometheus' http_sd_configs, /metrics for its scrape_configs. If HOROVOD_TRAIN_TOKEN is
     set, requests must contain this token.
     """
-    from pathlib import Path
-
-    from horovod_train.serve.page import serve_targets
+    from horovod_train.plugins.serve.page import serve_targets
 
     places = [Path(folder).expanduser() for folder in folders or ("runs",)]
     for place in places:

@@ -49,9 +49,9 @@ from horovod_train.monitor.view import (
     log_tail,
     run_document,
 )
-from horovod_train.report.document import as_html, records_of, report_of
-from horovod_train.serve.api import JobsApi
-from horovod_train.serve.web import (
+from horovod_train.plugins.report.document import as_html, records_of, report_of
+from horovod_train.plugins.serve.api import JobsApi
+from horovod_train.plugins.serve.web import (
     Role,
     Server,
     Tls,
@@ -71,9 +71,6 @@ def http_sd(runs: Iterable[Run]) -> list[dict[str, object]]:
         if not run.status().has_ended
         for _, target in sorted(run.history().targets.items())
     )
-
-
-TARGETS_PORT = 9300
 
 
 def add_targets(app: FastAPI, places: Sequence[Path], *, with_submitted: bool = False) -> None:
@@ -108,7 +105,6 @@ def serve_targets(places: list[Path], host: str, port: int) -> Server:
     return Server(app, host, port)
 
 
-PORT = 9301
 MAX_JOBS_SHOWN = 200
 MAX_COMPARED = 20
 OPEN_PAGE_S = 3.0
@@ -238,7 +234,7 @@ async def _asset(name: str, _: Request) -> Response:
 
 @cache
 def _page_file(name: str) -> bytes:
-    return (files("horovod_train.serve") / "page_files" / name).read_bytes()
+    return (files("horovod_train.plugins.serve") / "page_files" / name).read_bytes()
 
 
 @cache

@@ -122,7 +122,6 @@ class LocalSgd(Strategy):
         self._samples = [0, 0]  # numbers of samples since the last mean: of this rank, and of all ranks
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
         self._trains = OptimizedParameters(model, optimizer)
 
@@ -155,7 +154,6 @@ class LocalSgd(Strategy):
         return torch.tensor(loss, dtype=torch.float64)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of this rank."""
         return [parameter.grad for parameter in self._trained() if parameter.grad is not None]
 
     def is_finite(self, norm: float) -> bool:
@@ -215,7 +213,6 @@ class LocalSgd(Strategy):
         return {"steps": torch.tensor(self._num_made)} | {f"outer.{n}": t for n, t in momenta.items()}
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Load the state that rank 0 saved."""
         saved = of_ranks[0] if of_ranks else {}
         self._num_made = int(saved.get("steps", torch.tensor(0)))
         if self._outer is not None:

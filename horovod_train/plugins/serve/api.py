@@ -45,7 +45,7 @@ from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import PATIENCE_S, JobStatus, State
 from horovod_train.launch.jobs import find_job, known_jobs
 from horovod_train.monitor.view import finite_or_none
-from horovod_train.serve.work import Statuses, Threads, job_with_files
+from horovod_train.plugins.serve.work import Statuses, Threads, job_with_files
 
 MAX_FILES = 200
 JobId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
@@ -430,7 +430,7 @@ class JobsApi:
         self,
         request: Request,
         job_id: JobIdParam,
-        follow: Follow = True,  # noqa: FBT002  (a query parameter)
+        follow: Follow = True,
         last_event_id: LastEventId = "",
     ) -> StreamingResponse:
         """Stream the events of a job (docs/events.md) as JSON, then `end` with the current status."""
@@ -441,7 +441,7 @@ class JobsApi:
         self,
         request: Request,
         job_id: JobIdParam,
-        follow: Follow = True,  # noqa: FBT002  (a query parameter)
+        follow: Follow = True,
         last_event_id: LastEventId = "",
     ) -> StreamingResponse:
         """Stream the lines of a job's output, with the rank of each, then `end` with the current status."""
@@ -555,7 +555,6 @@ def _log_error(work: asyncio.Future[None]) -> None:
 
 
 def _error_response(_: Request, error: Exception) -> Response:
-    """Return the response for an error of this package."""
     if not isinstance(error, HorovodTrainError):
         raise error
     status = 422 if isinstance(error, UserError) else 503 if isinstance(error, LauncherTimeoutError) else 409

@@ -545,7 +545,7 @@ def as_html(report: Report) -> str:
         + "\n</section>"
         for section in report.sections
     )
-    own, page = files("horovod_train.report"), files("horovod_train.serve") / "page_files"
+    own, page = files("horovod_train.plugins.report"), files("horovod_train.plugins.serve") / "page_files"
     style = (page / "page.css").read_text() + (own / "report.css").read_text()
     plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     script = (page / "charts.js").read_text() + (own / "report.js").read_text()

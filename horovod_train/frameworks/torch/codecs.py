@@ -168,7 +168,6 @@ class Dense(Codec):
         self.is_exact = dtype == torch.float32
 
     def message(self, layout: BucketLayout) -> BucketExchange:
-        """Create the message of a bucket."""
         rounded = torch.float32 if layout.trailer_length else self._dtype
         return DenseMessage(layout, torch.float64 if layout.dtype == torch.float64 else rounded)
 
@@ -183,5 +182,4 @@ class DenseMessage(BucketExchange):
         self.size_bytes = self._packed.nbytes
 
     def exchange(self, ranks: TensorCollectives, name: str) -> Rounds:
-        """Sum the tensor over ranks, in place."""
         yield ranks.start_allreduce(self._packed, name)

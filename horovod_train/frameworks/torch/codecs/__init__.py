@@ -1,1 +1,0 @@
-"""Gradient codecs of PyTorch jobs, one module per codec."""

@@ -1,1 +1,0 @@
-"""HTTP server: web page, job API, Prometheus targets and job metrics."""
