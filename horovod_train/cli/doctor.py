@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 
 def launcher_options(command: Command) -> Command:
-    """Add an option for each launcher that examines where it starts ranks, named as its settings are."""
+    """Add an option for each launcher that examines where it starts ranks, named as its section or itself."""
     for name, support in launchers_with_support():
         if support.examine:
             text = f"Check where the launcher {name} starts ranks; with JOB, what the job needs there."
-            command = click.option(f"--{support.section}", "examined", flag_value=name, help=text)(command)
+            command = click.option(f"--{support.section or name}", "examined", flag_value=name, help=text)(
+                command
+            )
     return command
 
 

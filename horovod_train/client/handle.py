@@ -470,7 +470,7 @@ class LocalJob:
     @property
     def queries_a_server(self) -> bool:
         """Whether a status is the answer of another system, such as Slurm or Kubernetes."""
-        return getattr(self._launcher, "queries_a_server", True)
+        return self._launcher.queries_a_server
 
     @property
     def has_local_files(self) -> bool:

@@ -1,6 +1,6 @@
 """Load a job description from a file, the environment and ``--set``, and report all problems.
 
-Only this module handles a job as a plain dictionary. ``job_file`` finds the job descriptions that ship with
+Only this module makes a job of plain values. ``job_file`` finds the job descriptions that ship with
 this package by name.
 """
 

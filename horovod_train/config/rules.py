@@ -178,7 +178,7 @@ def scaling_is_known(job: Job) -> Iterator[Problem]:
 
 
 def gain_is_supported(job: Job) -> Iterator[Problem]:
-    """Refuse a measured gain with optimizers other than SGD, and with rules that it replaces."""
+    """Refuse a measured gain with other optimizers than SGD, without epochs, and with scaled weight decay."""
     if not follows_gain(job.lr.scaling):
         return
     if job.optimizer.name != "sgd" and ":" not in job.optimizer.name:
@@ -428,12 +428,13 @@ def container_runs_on_hosts(job: Job) -> Iterator[Problem]:
     for option in container.options:
         if not is_command(option):
             yield Problem("launch.container.options", repr(option), "cannot be split", "close its quotes")
-    if launcher_support(job.launch.launcher).has_own_image:
+    support = launcher_support(job.launch.launcher)
+    if support.has_own_image:
         yield Problem(
             "launch.container",
             repr(container.image),
-            "is for hosts, and pods have an image of their own",
-            "use launch.kubernetes.image",
+            "is for hosts, and ranks of this launcher have an image of their own",
+            f"set the image in launch.{support.section}",
         )
 
 

@@ -118,7 +118,7 @@ Support_ = TypeVar("Support_")
 
 @dataclass(frozen=True)
 class Refused:
-    """Field that a framework or a strategy does not support.
+    """Field that a framework, a strategy or a codec does not support.
 
     Attributes:
         field: Dotted path of the field.
@@ -234,7 +234,8 @@ class Batch(Section):
     """Settings of a batch job. ``run_dir`` must be on a shared filesystem."""
 
     requeue: bool = True
-    """Requeue the job if it is preempted before its time limit."""
+    """Save and requeue the job one grace period before its time limit, and allow the batch system to requeue
+    it after the failure of a node. A drained job is not requeued."""
 
     setup: list[OneLine] = []
     """Shell commands at the start of the batch script, such as ``module load cuda``."""
@@ -247,21 +248,27 @@ class BatchSystem:
     Attributes:
         launcher: Name of the launcher that submits jobs, and of the section of its settings in ``launch``;
             ``launcher``-allocation starts ranks in an allocation.
-        name: Name in messages.
+        title: Name of the batch system in messages.
         settings: Model of the section.
         array: Regular expression of the beginning of an option that submits a job array.
-        options: Returns the options of a job, as they are written in a script.
+        options: Returns the options in a section, each beginning as on the command line.
         is_split: Options are split into arguments, as a shell does.
         requires_mpi: Only the process managers of MPI start ranks.
     """
 
     launcher: str
-    name: str
+    title: str
     settings: type[Batch]
     array: str
     options: Callable[..., Sequence[str]]
     is_split: bool = False
     requires_mpi: bool = False
+
+    def support(
+        self, factory: str, rules: Callable[[Job], Iterator[Problem]] | None = None
+    ) -> LauncherSupport:
+        """Return what its launcher, ``module:name``, declares, with ``rules`` in place of ``problems``."""
+        return LauncherSupport(factory, self.launcher, self.settings, rules or self.problems)
 
     def problems(self, job: Job) -> Iterator[Problem]:
         """Yield the problems of a job with this batch system."""
@@ -286,14 +293,14 @@ class BatchSystem:
             yield Problem(
                 "launch.elastic",
                 "",
-                f"is not for {self.name}, whose jobs keep their nodes",
+                f"is not for {self.title}, whose jobs keep their nodes",
                 f"leave it out: launch.{self.launcher}.requeue puts the job back into the queue",
             )
         if self.requires_mpi and job.launch.controller != "mpi":
             yield Problem(
                 "launch.controller",
                 repr(job.launch.controller),
-                f"is not available in {self.name}, where MPI starts the ranks",
+                f"is not available in {self.title}, where MPI starts the ranks",
                 "use mpi",
             )
 
@@ -324,11 +331,9 @@ def tracker_support(name: str) -> TrackerSupport:
 
 
 def launchers_with_support() -> Iterator[tuple[str, LauncherSupport]]:
-    """Yield the launchers that declare anything, with what they declare."""
+    """Yield the launchers of the registry and what they declare."""
     for name in LAUNCHERS.rows:
-        support = launcher_support(name)
-        if support.section:
-            yield name, support
+        yield name, launcher_support(name)
 
 
 def launcher_support(name: str) -> LauncherSupport:

@@ -216,9 +216,9 @@ class Submitted:
 class Launcher(Protocol):
     """Interface of launchers, which start jobs and report their status.
 
-    A launcher is created without arguments. ``PolledLauncher`` has defaults of the members that are not about
-    a job. If ``starts_ranks``, ``horovod-train run`` calls ``run``; otherwise, it submits the job,
-    follows its log, and waits for its end.
+    A launcher is created without arguments. ``PolledLauncher`` has defaults of all members but ``plan``,
+    ``run``, ``submit``, ``status``, ``logs`` and ``cancel``. If ``starts_ranks``, ``horovod-train run`` calls
+    ``run``; otherwise, it submits the job, follows its log, and waits for its end.
 
     Attributes:
         has_local_files: Whether the run folder is on this machine.
@@ -233,7 +233,11 @@ class Launcher(Protocol):
     uses_this_machine: bool
 
     def suits(self, launch: Launch) -> bool:
-        """Return whether ``launch.launcher: auto`` may choose this launcher; the first of the registry is."""
+        """Return whether ``launch.launcher: auto`` may choose this launcher.
+
+        It chooses the first that may be chosen, in the order of the registry; those of other packages are not
+        asked.
+        """
         ...
 
     def hosts(self, environ: Mapping[str, str]) -> list[str]:
@@ -289,7 +293,7 @@ class Launcher(Protocol):
         Args:
             job: Job to end.
             how: drain: the ranks save and exit, without a time limit; stop: the same, and ranks are killed
-                after the grace period; kill: ranks are killed immediately.
+                after the grace period; kill: ranks are killed as soon as the system allows.
         """
         ...
 
@@ -302,6 +306,8 @@ class PolledLauncher:
     """Base class of launchers that poll the status of a job every ``poll_s`` seconds."""
 
     poll_s = 1.0
+    has_local_files = True
+    queries_a_server = True
     starts_ranks = False
     uses_this_machine = False
 

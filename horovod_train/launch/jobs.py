@@ -300,7 +300,7 @@ class StateFile:
         """Return the status; ``failed``, if the launcher process no longer exists."""
         status = self.read_recorded()
         document = self._document()
-        # A requeued Slurm job has no launcher process while it is queued.
+        # A requeued job has no launcher process while it is in the queue.
         if document is None or status.has_ended or status.state == "queued":
             return status
         if document["host"] != socket.gethostname():

@@ -116,7 +116,13 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
 
 
 def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is_new: bool) -> int:
-    """Start a job, wait for its end, and return its exit code; record the job, if it ``is_new``.
+    """Start a job, record it, wait for its end, and return its exit code.
+
+    Args:
+        request: Job and run.
+        plan: Plan of the launch.
+        console: Shows the output of the job.
+        is_new: The job is not recorded yet. Only for launchers that start ranks.
 
     Raises:
         HorovodTrainError: The job failed, was preempted or cancelled.
@@ -126,13 +132,12 @@ def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is
         if is_new:
             record_job(request, str(os.getpid()), console.print)
         return launcher.run(request, plan, console)
-    return follow(request, launcher, launcher.submit(request, plan), console)
+    return follow(launcher, submit_job(request, plan, console.print), console)
 
 
-def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: JobConsole) -> int:
+def follow(launcher: Launcher, job: Submitted, console: JobConsole) -> int:
     """Show a submitted job's log until it ends; return its exit code. A signal ends the job."""
-    job = record_job(request, native_id, console.print)
-    console.print(f"{job.job_id}: submitted to {request.job.launch.launcher} with ID {native_id}")
+    console.print(f"{job.job_id}: submitted to {job.launcher} with ID {job.native_id}")
     try:
         with interrupted_by_signals(TerminationRequested):
             for line in launcher.logs(job, follow=True):

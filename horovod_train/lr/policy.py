@@ -1,8 +1,8 @@
 """The learning rate as a pure function of progress and global batch.
 
-The rate of a step depends only on the epochs passed (a fraction, independent of the number of steps), the
-global batch and the job's ``lr`` section. A job that resumes on another number of ranks has the correct
-rate.
+The rate of a step is a function of the epochs passed (a fraction, independent of the number of steps), the
+length of the job, the global batch, and the sections ``lr`` and ``train.batch_warmup``. A job that resumes on
+another number of ranks has the correct rate.
 
 .. code-block:: text
 
@@ -15,7 +15,7 @@ rate.
     e >= w:  rate = peak * schedule(e)                 the schedule of lr.decay (lr/schedules.py)
 
 Two inputs are measured during training, are equal on all ranks, and are stored in checkpoints: the gain of
-AdaScale and the factor of ``decay: plateau``.
+AdaScale and the factor of ``decay: plateau``, by which all of it is multiplied.
 
     LearningRatePolicy   the learning rate of a job
     ArgumentSchedules    schedules of an optimizer's arguments, such as momentum and weight decay
@@ -49,7 +49,8 @@ class LearningRatePolicy:
 
     Attributes:
         section: The job's ``lr`` section. Rates can be computed when its durations are in epochs.
-        global_batch_size: Samples per optimizer step, over all ranks; under adasum, those of one rank.
+        global_batch_size: Samples per optimizer step, over all ranks; under strategies with
+            ``lr_follows_rank``, those of one rank.
         total_epochs: Length of the whole job; if steps or samples limit it, a bound until ``ending_at``.
         train: The job's ``train`` section, for the growth of the batch.
         converted: The schedule with all durations in epochs; None: that of the section.

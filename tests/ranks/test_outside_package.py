@@ -1,4 +1,7 @@
-"""A package of somebody else adds one row of each kind, from pip install, where no checkout is importable."""
+"""A package of somebody else adds rows from pip install, where no checkout is importable.
+
+It has a framework, a strategy, a codec, a schedule, a tracker and two launchers of a batch system.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from support import outside_queue
 from support.launching import TIMEOUT_S, environment, write_job
 
 pytestmark = pytest.mark.ranks
@@ -190,7 +194,7 @@ def test_its_memory_is_planned(cli, tmp_path):
     assert any(line.split()[:1] == ["copies"] for line in done.stdout.splitlines()), done.stdout + done.stderr
 
 
-def test_its_scheduler_starts_ranks_in_an_allocation_of_its_own(cli, tmp_path):
+def test_its_scheduler_plans_a_submission_and_a_start_in_an_allocation(cli, tmp_path):
     settings = {"launcher": "queue", "num_ranks": 4, "queue": {"ranks_per_node": 2, "options": ["--night"]}}
     done = cli("run", job(tmp_path, launch=settings), "--dry-run")
 
@@ -204,6 +208,24 @@ def test_its_scheduler_starts_ranks_in_an_allocation_of_its_own(cli, tmp_path):
         OQ_JOB="7", OQ_HOSTFILE=str(tmp_path / "hosts"),
     )  # fmt: skip
     assert "node1:2,node2:2" in inside.stdout, inside.stderr
+
+
+def test_its_scheduler_runs_a_job_to_its_end(cli, tmp_path):
+    outside_queue.install(tmp_path / "bin")
+    (tmp_path / "queue").mkdir()
+    env = environment()
+    env = {
+        outside_queue.STATE: str(tmp_path / "queue"),
+        "PATH": f"{tmp_path / 'bin'}:{env['PATH']}",
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }
+    launch = {**JOB["launch"], "launcher": "queue"}
+
+    done = cli("run", job(tmp_path, launch=launch), "--run-id", "1", **env)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trained outside: 2 epochs, 8 steps" in done.stdout
+    assert "succeeded" in cli("status", "outside-1", **env).stdout
 
 
 def test_ranks_need_no_package_of_a_launcher_that_starts_others(cli, tmp_path):

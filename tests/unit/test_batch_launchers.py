@@ -198,7 +198,8 @@ class TestAJobThatIsOutOfTime:
     )
     def test_is_submitted_again_to_start_after_its_end(self, tmp_path, printing, launcher, held):
         options = ["-v DATA=/data", "-W depend=afterok:3", "-hold_jid 3"]
-        request = request_of(tmp_path, launcher.name, **{launcher.name: {"options": options}})
+        name = launcher.batch_system.launcher
+        request = request_of(tmp_path, name, **{name: {"options": options}})
         request.log_dir.mkdir(parents=True)
         calls = printing(launcher, qsub="9\n")
 
@@ -207,7 +208,7 @@ class TestAJobThatIsOutOfTime:
         after_options = calls[0][calls[0].index("-hold_jid") + 2 :]
         assert after_options[:2] == held
         assert after_options[-2:] == (str(request.log_dir / "batch.sh"), "7")
-        assert launcher().claim(request.log_dir).read_text() == "9\n"
+        assert launcher().job_id_file(request.log_dir).read_text() == "9\n"
 
     def test_continues_although_its_launcher_was_killed_before_it_had_written_the_new_id(self, tmp_path):
         request = request_of(tmp_path)

@@ -367,7 +367,7 @@ class TestThePlan:
     @pytest.mark.parametrize("batch", [1, 3, 4, 20])
     @pytest.mark.parametrize("limit", [1, 5, 7, 10, 33, None])
     @pytest.mark.parametrize("done", [0, 2, 4])
-    @pytest.mark.parametrize("warmup", [None, {"start": 1, "epochs": 1.3}])
+    @pytest.mark.parametrize("warmup", [None, {"start": 1, "length": 1.3}])
     def test_says_at_which_epoch_the_job_will_end(self, batch, limit, done, warmup):
         run = made(
             train={"max_steps": limit, "batch_size_per_rank": batch, "epochs": 4, "batch_warmup": warmup}

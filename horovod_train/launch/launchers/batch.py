@@ -3,14 +3,10 @@
     BatchLauncher        launchers that submit a batch script, which runs the job on its allocated nodes
     AllocationLauncher   launchers that start ranks on the nodes that a batch system has allocated to this
                          process
-    QueuedJob            state of a job in a batch system
+    BatchStatus          state of a job in a batch system
 
-.. code-block:: text
-
-                  submit     status             end                requeue
-    slurm         sbatch     squeue, scontrol   scancel            scontrol requeue
-    pbs           qsub       qstat              qsig, qdel         qsub, after the end of this job
-    gridengine    qsub       qstat              qdel               qsub, after the end of this job
+The docstring of each launcher lists the programs that it calls. A job that continues after its time limit is
+requeued, or another job is submitted that starts after its end (``put_back``).
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from typing import Literal
 import psutil
 
 from horovod_train.config.load import dump_job
-from horovod_train.config.support import Batch
+from horovod_train.config.support import Batch, BatchSystem
 from horovod_train.errors import LaunchError, PreemptedError
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, PolledLauncher, Submitted, call
 from horovod_train.launch.console import JobConsole
@@ -48,7 +44,7 @@ BatchState = Literal["queued", "active", "ending", "cancelled", "ended"]
 
 
 @dataclass(frozen=True)
-class QueuedJob:
+class BatchStatus:
     """State of a job in a batch system.
 
     Attributes:
@@ -67,15 +63,13 @@ class BatchLauncher(PolledLauncher):
     """Base class of launchers of batch systems; subclasses call the programs of one batch system.
 
     Attributes:
-        name: Name of the launcher, and of its section in ``launch``.
-        system: Name of the batch system in messages.
+        batch_system: The batch system.
         id_variable: Environment variable of the job ID in the batch script.
     """
 
     has_local_files = True
     queries_a_server = True
-    name: str
-    system: str
+    batch_system: BatchSystem
     id_variable: str
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
@@ -83,12 +77,17 @@ class BatchLauncher(PolledLauncher):
 
         Args:
             request: Job and run.
-            after: ID of the job that the submitted job continues, after its end.
+            after: ID of the job that this one continues; empty: none. The batch system starts this job after
+                the end of that one, and passes the ID as the first argument of the script, which takes over
+                the run.
         """
         raise NotImplementedError
 
-    def directives(self, request: LaunchRequest) -> list[str]:
-        """Return the options in the batch script, as comments that the batch system reads."""
+    def preamble(self, request: LaunchRequest) -> list[str]:
+        """Return the first lines of the batch script: options in comments, or commands that set variables.
+
+        They run before the script reads ``id_variable``.
+        """
         return []
 
     def submitted_id(self, script: Path) -> str:
@@ -99,7 +98,7 @@ class BatchLauncher(PolledLauncher):
         """
         raise NotImplementedError
 
-    def query(self, native_id: str) -> QueuedJob | None:
+    def query(self, native_id: str) -> BatchStatus | None:
         """Return the state of a job in the batch system; None: it does not know the job.
 
         Raises:
@@ -113,13 +112,13 @@ class BatchLauncher(PolledLauncher):
 
     def settings(self, request: LaunchRequest) -> Batch:
         """Return the section of the job for this batch system."""
-        settings: Batch = getattr(request.job.launch, self.name)
-        return settings
+        return request.job.launch.settings(self.batch_system.settings)
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan: a batch script, and the command that submits it."""
         script = request.log_dir / SCRIPT
-        launch = request.job.launch.model_copy(update={"launcher": f"{self.name}-allocation", "hosts": []})
+        inside = f"{self.batch_system.launcher}-allocation"
+        launch = request.job.launch.model_copy(update={"launcher": inside, "hosts": []})
         inner = request.job.model_copy(update={"launch": launch})
         return LaunchPlan(
             self.submit_command(request),
@@ -134,16 +133,18 @@ class BatchLauncher(PolledLauncher):
                 *("--resolved", "--run-id", request.run_id),
             )
         )
-        claim, own_id = shlex.quote(str(self.claim(request.log_dir))), f'"${self.id_variable}"'
+        file, own_id = shlex.quote(str(self.job_id_file(request.log_dir))), f'"${self.id_variable}"'
         return "\n".join(
             [
                 "#!/bin/bash",
-                *self.directives(request),
-                # If this run was submitted several times, only one job continues. A requeued job keeps its
-                # ID (Slurm), or its argument is the ID of the job that it continues.
-                f"(set -C; echo {own_id} >{claim}) 2>/dev/null",
-                f'[ "$(cat {claim})" != "$1" ] || echo {own_id} >{claim}',
-                f'[ "$(cat {claim})" = {own_id} ] || exit 0',
+                *self.preamble(request),
+                # If this run was submitted several times, one job carries it out: the first that writes its
+                # ID, which a requeued job keeps,
+                f"(set -C; echo {own_id} >{file}) 2>/dev/null",
+                # or a job that continues that one, whose ID is its argument;
+                f'[ "$(cat {file})" != "$1" ] || echo {own_id} >{file}',
+                # all others end.
+                f'[ "$(cat {file})" = {own_id} ] || exit 0',
                 *self.settings(request).setup,
                 f"cd {shlex.quote(str(request.folder))}",
                 # Replaces the script, so that it receives the signals of the batch system.
@@ -166,13 +167,15 @@ class BatchLauncher(PolledLauncher):
         native_id = self._native_id(job.log_dir, job.native_id)
         if not native_id:
             return JobStatus(
-                "queued", message=f"not in {self.system}'s queue: its submission was interrupted"
+                "queued", message=f"not in {self.batch_system.title}'s queue: its submission was interrupted"
             )
         queued = self.query(native_id)
         # Read afterwards, because a job that has ended has written its final state before.
         own = StateFile(job.log_dir).read_recorded()
         if queued is not None and queued.state == "queued":
-            return JobStatus("queued", message=f"in {self.system}'s queue: {queued.reason or queued.shown}")
+            return JobStatus(
+                "queued", message=f"in {self.batch_system.title}'s queue: {queued.reason or queued.shown}"
+            )
         if queued is not None and queued.state in ("active", "ending"):
             # The final state may be that of an attempt before the job was requeued.
             is_old = own.has_ended and queued.state != "ending"
@@ -180,12 +183,12 @@ class BatchLauncher(PolledLauncher):
         if own.has_ended:
             return own
         if (queued is not None and queued.state == "cancelled") or was_cancelled(job.log_dir):
-            return JobStatus("cancelled", 143, f"cancelled in {self.system}; before that: {own}")
+            return JobStatus("cancelled", 143, f"cancelled in {self.batch_system.title}; before that: {own}")
         shown = "no job with this ID" if queued is None else queued.shown
         return JobStatus(
             "failed",
             1,
-            f"{self.system} reports {shown}, but the state file has no final state: see "
+            f"{self.batch_system.title} reports {shown}, but the state file has no final state: see "
             f"{self.script_log(job.log_dir)}",
         )
 
@@ -215,7 +218,7 @@ class BatchLauncher(PolledLauncher):
         """Run a program of the batch system, and return its output."""
         folder = self.programs()
         own = str(folder / program) if folder is not None and (folder / program).exists() else program
-        return call(own, *arguments, hint=f"check whether the server of {self.system} is running")
+        return call(own, *arguments, hint=f"check whether the server of {self.batch_system.title} is running")
 
     def put_back(self, native_id: str, request: LaunchRequest) -> None:
         """Requeue the job in which this process runs: a new job starts after the end of this one.
@@ -224,7 +227,7 @@ class BatchLauncher(PolledLauncher):
             LaunchError: The batch system rejects the job.
         """
         new_id = self._submitted(*self.submit_command(request, native_id))
-        write_atomic(self.claim(request.log_dir), f"{new_id}\n")
+        write_atomic(self.job_id_file(request.log_dir), f"{new_id}\n")
 
     def _native_id(self, log_dir: Path, submitted: str = "") -> str:
         """Return the ID of the batch job of a run, running or queued; empty: none.
@@ -237,20 +240,20 @@ class BatchLauncher(PolledLauncher):
             LaunchError: The batch system does not respond.
         """
         with suppress(OSError):
-            if claimed := self.claim(log_dir).read_text(encoding="utf-8").strip():
+            if claimed := self.job_id_file(log_dir).read_text(encoding="utf-8").strip():
                 return claimed
         if submitted or not (log_dir / SCRIPT).exists():
             return submitted
         # The job was submitted, and this process or an earlier one was killed before it had read the ID.
         return self.submitted_id(log_dir / SCRIPT)
 
-    def claim(self, log_dir: Path) -> Path:
+    def job_id_file(self, log_dir: Path) -> Path:
         """Return the file with the ID of the batch job that carries out a run."""
-        return log_dir / f"{self.name}-job-id"
+        return log_dir / f"{self.batch_system.launcher}-job-id"
 
     def script_log(self, log_dir: Path) -> Path:
         """Return the file with the output of the batch script."""
-        return log_dir / f"{self.name}.log"
+        return log_dir / f"{self.batch_system.launcher}.log"
 
 
 class AllocationLauncher(SupervisedLauncher):
@@ -307,11 +310,11 @@ class AllocationLauncher(SupervisedLauncher):
 
     def no_allocation(self) -> LaunchError:
         """Return the error for a process without allocation."""
-        batch = self.batch
+        system = self.batch.batch_system
         return LaunchError(
-            f"this process has no {batch.system} allocation",
-            hint=f"use launch.launcher: {batch.name} to get one, or call this inside a batch script or an "
-            "interactive job",
+            f"this process has no {system.title} allocation",
+            hint=f"use launch.launcher: {system.launcher} to get one, or call this inside a batch script or "
+            "an interactive job",
         )
 
 

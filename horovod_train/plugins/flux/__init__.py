@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from horovod_train.config.fields import ProgramOption
-from horovod_train.config.support import Batch, BatchSystem, LauncherSupport
+from horovod_train.config.support import Batch, BatchSystem
 
 
 class Flux(Batch):
@@ -29,4 +29,4 @@ FLUX = BatchSystem(
     is_split=True,
     requires_mpi=True,
 )
-SUPPORT = LauncherSupport(f"{__name__}.launcher:FluxLauncher", "flux", Flux, FLUX.problems)
+SUPPORT = FLUX.support(f"{__name__}.launcher:FluxLauncher")

@@ -29,11 +29,11 @@ from horovod_train.launch.launchers.batch import (
     AllocationLauncher,
     BatchLauncher,
     BatchState,
+    BatchStatus,
     How,
-    QueuedJob,
 )
 from horovod_train.launch.mpi import mpi_of, start_of
-from horovod_train.plugins.flux import Flux
+from horovod_train.plugins.flux import FLUX, Flux
 
 SLOTS = "HOROVOD_TRAIN_FLUX_SLOTS"
 """Variable in the script: ranks on each node."""
@@ -56,8 +56,7 @@ _STATES: dict[str, BatchState] = {
 class FluxLauncher(BatchLauncher):
     """Launcher that submits jobs with ``flux batch``."""
 
-    name = "flux"
-    system = "Flux"
+    batch_system = FLUX
     id_variable = "HOROVOD_TRAIN_FLUX_ID"
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
@@ -79,7 +78,7 @@ class FluxLauncher(BatchLauncher):
         )
         return ("/bin/sh", "-c", f'id=$({shlex.join(batch)}) && flux job id --to=dec "$id"')
 
-    def directives(self, request: LaunchRequest) -> list[str]:
+    def preamble(self, request: LaunchRequest) -> list[str]:
         """Return the definitions of variables: Flux has none with the ID of the script's own job."""
         per_node, _ = slots_of(request)
         return [
@@ -94,7 +93,7 @@ class FluxLauncher(BatchLauncher):
         found = self.call("flux", "jobs", "-a", "--no-header", "--format={id.dec}", f"--name={name}")
         return found.split()[0] if found.split() else ""
 
-    def query(self, native_id: str) -> QueuedJob | None:
+    def query(self, native_id: str) -> BatchStatus | None:
         shown = "{state} {result} {returncode} {exception.note}"
         try:
             found = self.call("flux", "jobs", "-a", "--no-header", f"--format={shown}", native_id)
@@ -108,7 +107,7 @@ class FluxLauncher(BatchLauncher):
         state = _STATES.get(words[0], "active")
         if words[1:2] == ["CANCELED"]:
             state = "cancelled"
-        return QueuedJob(state, " ".join(words), "" if state == "active" else " ".join(words))
+        return BatchStatus(state, " ".join(words), "" if state == "active" else " ".join(words))
 
     def end(self, native_id: str, how: How, *, is_waiting: bool) -> None:
         """End a job by a signal to its launcher, or remove it from the queue with flux cancel."""

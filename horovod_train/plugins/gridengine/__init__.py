@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import StringConstraints
 
 from horovod_train.config.fields import ProgramOption
-from horovod_train.config.support import Batch, BatchSystem, LauncherSupport
+from horovod_train.config.support import Batch, BatchSystem
 from horovod_train.errors import Problem
 
 if TYPE_CHECKING:
@@ -52,4 +52,4 @@ def rules(job: Job) -> Iterator[Problem]:
         )
 
 
-SUPPORT = LauncherSupport(f"{__name__}.launcher:GridEngineLauncher", "gridengine", GridEngine, rules)
+SUPPORT = GRID_ENGINE.support(f"{__name__}.launcher:GridEngineLauncher", rules)

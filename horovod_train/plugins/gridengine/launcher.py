@@ -25,19 +25,18 @@ from horovod_train.launch.launchers.batch import (
     SCRIPT,
     AllocationLauncher,
     BatchLauncher,
+    BatchStatus,
     How,
-    QueuedJob,
     seconds,
 )
 from horovod_train.launch.mpi import mpi_of, start_of
-from horovod_train.plugins.gridengine import GridEngine
+from horovod_train.plugins.gridengine import GRID_ENGINE, GridEngine
 
 
 class GridEngineLauncher(BatchLauncher):
     """Launcher that submits jobs with ``qsub`` of Grid Engine."""
 
-    name = "gridengine"
-    system = "Grid Engine"
+    batch_system = GRID_ENGINE
     id_variable = "JOB_ID"
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
@@ -67,18 +66,18 @@ class GridEngineLauncher(BatchLauncher):
                 return native_id
         return ""
 
-    def query(self, native_id: str) -> QueuedJob | None:
+    def query(self, native_id: str) -> BatchStatus | None:
         letters = _rows(self.call("qstat", "-u", _account())).get(native_id)
         if letters is None:
             return None
         if "E" in letters:  # its start failed
             found = re.search(r"error reason\s+\d+:\s*(.*)", self.call("qstat", "-j", native_id))
-            return QueuedJob(
+            return BatchStatus(
                 "queued", letters, f"state {letters}: {found[1] if found else 'its start failed'}"
             )
         if "q" in letters:
-            return QueuedJob("queued", letters, f"state {letters}")
-        return QueuedJob("active", letters)
+            return BatchStatus("queued", letters, f"state {letters}")
+        return BatchStatus("active", letters)
 
     def fields(self, native_id: str) -> dict[str, str]:
         """Return the fields that ``qstat -j`` prints for a job; empty: Grid Engine does not know the job."""

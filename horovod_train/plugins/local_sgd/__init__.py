@@ -43,7 +43,7 @@ SUPPORT = StrategySupport(
     (
         NO_FP16,
         Refused("allreduce.wire_dtype", "it would round the weights", "use fp32"),
-        Refused("allreduce.codec", "it sends no gradients", "leave it out"),
+        Refused("allreduce.codec", "it sends no gradients but those of its first steps", "leave it out"),
         *no_noise_scale("ranks do not sum gradients in each step"),
         NO_SAMPLES,
     ),

@@ -85,7 +85,7 @@ class Outer:
         return before - self._lr * (change + self._momentum * momentum if self._nesterov else momentum)
 
     def reset(self) -> None:
-        """Discard the stored weights; called when other weights are loaded."""
+        """Discard the stored weights: after a mean, and when other weights are loaded."""
         self._before = {}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from horovod_train.config.fields import ProgramOption
-from horovod_train.config.support import Batch, BatchSystem, LauncherSupport
+from horovod_train.config.support import Batch, BatchSystem
 
 
 class Lsf(Batch):
@@ -21,4 +21,4 @@ class Lsf(Batch):
 
 
 LSF = BatchSystem("lsf", "LSF", Lsf, r"-J.*\[", lambda settings: settings.options, requires_mpi=True)
-SUPPORT = LauncherSupport(f"{__name__}.launcher:LsfLauncher", "lsf", Lsf, LSF.problems)
+SUPPORT = LSF.support(f"{__name__}.launcher:LsfLauncher")

@@ -15,23 +15,22 @@ from pathlib import Path
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.launchers.batch import SCRIPT, AllocationLauncher, BatchLauncher, How, QueuedJob
+from horovod_train.launch.launchers.batch import SCRIPT, AllocationLauncher, BatchLauncher, BatchStatus, How
 from horovod_train.launch.mpi import jsrun, mpi_of, start_of, with_environment
-from horovod_train.plugins.lsf import Lsf
+from horovod_train.plugins.lsf import LSF, Lsf
 
 
 class LsfLauncher(BatchLauncher):
     """Launcher that renders jobs for ``bsub``; users submit them themselves."""
 
-    name = "lsf"
-    system = "LSF"
+    batch_system = LSF
     id_variable = "LSB_JOBID"
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
         """Return the call of bsub, which reads the script from standard input."""
         return ("/bin/sh", "-c", f"bsub < {shlex.quote(str(request.log_dir / SCRIPT))}")
 
-    def directives(self, request: LaunchRequest) -> list[str]:
+    def preamble(self, request: LaunchRequest) -> list[str]:
         settings = request.job.launch.settings(Lsf)
         options = [
             f"-J {request.job.name}",
@@ -51,7 +50,7 @@ class LsfLauncher(BatchLauncher):
     def submitted_id(self, script: Path) -> str:
         raise self._rendered_only()
 
-    def query(self, native_id: str) -> QueuedJob | None:
+    def query(self, native_id: str) -> BatchStatus | None:
         raise self._rendered_only()
 
     def end(self, native_id: str, how: How, *, is_waiting: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, StringConstraints
 
 from horovod_train.config.fields import ProgramOption, is_command, words_of
-from horovod_train.config.support import Batch, BatchSystem, LauncherSupport
+from horovod_train.config.support import Batch, BatchSystem
 from horovod_train.errors import Problem
 
 if TYPE_CHECKING:
@@ -55,4 +55,4 @@ def resources_of(option: str) -> set[str]:
     return {part.partition("=")[0] for each in lists for part in each.split(",")}
 
 
-SUPPORT = LauncherSupport(f"{__name__}.launcher:PbsLauncher", "pbs", Pbs, rules)
+SUPPORT = PBS.support(f"{__name__}.launcher:PbsLauncher", rules)

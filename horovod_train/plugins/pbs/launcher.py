@@ -18,12 +18,12 @@ from horovod_train.launch.launchers.batch import (
     AllocationLauncher,
     BatchLauncher,
     BatchState,
+    BatchStatus,
     How,
-    QueuedJob,
     seconds,
 )
 from horovod_train.launch.launchers.hosts import HorovodrunLauncher, MpirunLauncher
-from horovod_train.plugins.pbs import Pbs
+from horovod_train.plugins.pbs import PBS, Pbs
 
 # Job states of PBS that are not "active": queued, held, waiting, in transit, moved, begun (arrays);
 # exiting; finished, expired.
@@ -42,8 +42,7 @@ _SIGNALS = {"drain": ("SIGUSR2",), "stop": ("SIGTERM",), "kill": ("SIGTERM", "SI
 class PbsLauncher(BatchLauncher):
     """Launcher that submits jobs with ``qsub`` of PBS."""
 
-    name = "pbs"
-    system = "PBS"
+    batch_system = PBS
     id_variable = "PBS_JOBID"
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
@@ -77,7 +76,7 @@ class PbsLauncher(BatchLauncher):
         of_this_run = (job for job in jobs if f" {script} " in f"{_fields(job).get('Submit_arguments')} ")
         return next((job.split(maxsplit=1)[0] for job in of_this_run), "")
 
-    def query(self, native_id: str) -> QueuedJob | None:
+    def query(self, native_id: str) -> BatchStatus | None:
         fields = self.fields(native_id)
         if not fields:
             return None
@@ -87,7 +86,7 @@ class PbsLauncher(BatchLauncher):
             state = "cancelled"
         comment = fields.get("comment", "")
         shown = f"state {letter}, exit status {fields.get('Exit_status', '(none)')}"
-        return QueuedJob(state, f"{shown}: {comment}" if comment else shown, comment)
+        return BatchStatus(state, f"{shown}: {comment}" if comment else shown, comment)
 
     def fields(self, native_id: str) -> dict[str, str]:
         """Return the attributes of a job; empty: PBS does not know the job."""

@@ -15,7 +15,6 @@ from horovod_train.config.support import (
     CodecSupport,
     FrameworkSupport,
     JobSizes,
-    LauncherSupport,
     MemoryEstimate,
     Refused,
     StrategySupport,
@@ -84,8 +83,8 @@ class Queue(Batch):
     """Ranks on each node."""
 
 
-OUTSIDE_QUEUE = BatchSystem("queue", "Outside Queue", Queue, r"--array", lambda settings: settings.options)
-QUEUE_SUPPORT = LauncherSupport("outside.queue:QueueLauncher", "queue", Queue, OUTSIDE_QUEUE.problems)
+QUEUE = BatchSystem("queue", "Outside Queue", Queue, r"--array", lambda settings: settings.options)
+QUEUE_SUPPORT = QUEUE.support("outside.queue:QueueLauncher")
 
 NUMPY_SUPPORT = FrameworkSupport(
     "numpy_framework:NumpyFramework",

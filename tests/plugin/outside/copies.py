@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from horovod_train.collectives.base import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.frameworks.torch.codecs import Codec, base
+from horovod_train.frameworks.torch import codecs
+from horovod_train.frameworks.torch.codecs import Codec
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import make_allreduce
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
@@ -17,5 +18,5 @@ def copies(mesh: Mesh, job: Job, *, copies: int = 1) -> Strategy:
 
 def rounded(*, to: str = "bf16") -> Codec:
     """Return a codec that rounds gradients."""
-    codec: Codec = getattr(base, to)()
+    codec: Codec = getattr(codecs, to)()
     return codec

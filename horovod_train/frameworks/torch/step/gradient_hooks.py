@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 Hooks = MutableMapping[int, Callable[..., Any]]
+NONE: tuple[Hooks, Hooks] = {}, {}
 
 
 class _Deferred:
@@ -52,7 +53,8 @@ class GradientHooks:
         Must be called before the first backward pass of each step.
         """
         for parameter in self._parameters():
-            _defer(_of_tensor(parameter))
+            if hooks := _of_tensor(parameter):
+                _defer(hooks)
 
     @torch.no_grad()
     def call(self) -> None:
@@ -61,7 +63,10 @@ class GradientHooks:
         Strategies keep gradients in shared memory: a result is copied into the gradient.
         """
         for parameter in self._parameters():
-            hooks, later = _deferred(_of_tensor(parameter)), _deferred(_after_accumulation(parameter))
+            found = hooks_of(parameter)
+            if found == NONE:  # called in each step: most parameters have no hooks
+                continue
+            hooks, later = map(_deferred, found)
             if (gradient := parameter.grad) is None or not (hooks or later):
                 continue
             for hook in hooks:

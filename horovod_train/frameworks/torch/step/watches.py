@@ -148,7 +148,7 @@ class WeightWatch:
         self._content = content_sums([weight for weight, _ in self._before]) if is_turn else None
 
     def _is_turn(self) -> bool:
-        """Return whether this group's content is compared: first and in turn, once per number of groups."""
+        """Return whether this group's content is compared: first, and later in turn."""
         if self._turns is None:
             return False
         if self._number is None:
@@ -192,16 +192,14 @@ def content_sums(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     In one of them alone, changes may cancel each other, such as those of signs. Of a ``DTensor``, the local
     part is summed up. Sums are in the types of the elements: others take ten times as long on a CPU.
     """
-    device = weights[0].device
-    bits = torch.zeros(len(weights), dtype=torch.int64, device=device)
-    sums = torch.zeros(len(weights), dtype=torch.float64, device=device)
-    for number, each in enumerate(map(to_local, weights)):
+    bits, sums = [], []
+    for each in map(to_local, weights):
         real = torch.view_as_real(each.resolve_conj()) if each.is_complex() else each
         flat = real.detach().reshape(-1)
-        sums[number] += (flat if flat.element_size() > 1 else flat.float()).sum()  # float8 has no sum
-        for part in _parts_of_8_bytes(flat):
-            bits[number] += part.sum()  # modulo 2**64
-    return torch.stack([bits, sums.view(torch.int64)])
+        sums.append((flat if flat.element_size() > 1 else flat.float()).sum().double())  # float8 has no sum
+        parts = [part.sum() for part in _parts_of_8_bytes(flat)]  # modulo 2**64
+        bits.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(sums[-1], dtype=torch.int64))
+    return torch.stack([torch.stack(bits), torch.stack(sums).view(torch.int64)])
 
 
 def _parts_of_8_bytes(flat: torch.Tensor) -> Iterator[torch.Tensor]:

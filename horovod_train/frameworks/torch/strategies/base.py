@@ -323,8 +323,8 @@ class Schedule:
 class Strategy(GradientSync, Updater, LocalState, Schedule):
     """Base class of all strategies; its defaults are those of data parallelism over whole replicas.
 
-    A strategy is a class in a package of this folder or of another package, with a row in
-    ``registry.STRATEGIES`` that leads to what it declares (``config.support.StrategySupport``).
+    A strategy is a class, or a function that returns an instance. Its row in ``registry.STRATEGIES``, or its
+    entry point, leads to what it declares (``config.support.StrategySupport``).
 
     Methods are called in this order:
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, StringConstraints
 
 from horovod_train.config.fields import OneLine
-from horovod_train.config.support import Batch, BatchSystem, LauncherSupport
+from horovod_train.config.support import Batch, BatchSystem
 from horovod_train.errors import Problem
 
 if TYPE_CHECKING:
@@ -47,4 +47,4 @@ def rules(job: Job) -> Iterator[Problem]:
         )
 
 
-SUPPORT = LauncherSupport(f"{__name__}.launcher:SlurmLauncher", "slurm", Slurm, rules)
+SUPPORT = SLURM.support(f"{__name__}.launcher:SlurmLauncher", rules)

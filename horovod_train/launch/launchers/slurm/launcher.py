@@ -23,8 +23,8 @@ from horovod_train.horovod.mpi import Mpi
 from horovod_train.horovod.toolchain import programs_path
 from horovod_train.launch.base import LaunchPlan, LaunchRequest, call, find_program
 from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.launchers.batch import SCRIPT, AllocationLauncher, BatchLauncher, How, QueuedJob
-from horovod_train.launch.launchers.slurm import Slurm
+from horovod_train.launch.launchers.batch import SCRIPT, AllocationLauncher, BatchLauncher, BatchStatus, How
+from horovod_train.launch.launchers.slurm import SLURM, Slurm
 from horovod_train.launch.mpi import LABEL, ON_A_NODE, Start, mpi_of, start_of, with_environment
 
 MAX_ID_CHARS, MAX_PATH_CHARS = 32, 4096
@@ -42,14 +42,13 @@ _CANCEL = {
 class SlurmLauncher(BatchLauncher):
     """Launcher that submits jobs with ``sbatch``."""
 
-    name = "slurm"
-    system = "Slurm"
+    batch_system = SLURM
     id_variable = "SLURM_JOB_ID"
 
     def submit_command(self, request: LaunchRequest, after: str = "") -> tuple[str, ...]:
         return ("sbatch", "--parsable", str(request.log_dir / SCRIPT))
 
-    def directives(self, request: LaunchRequest) -> list[str]:
+    def preamble(self, request: LaunchRequest) -> list[str]:
         slurm = request.job.launch.settings(Slurm)
         options = {
             "job-name": request.job.name,
@@ -74,7 +73,7 @@ class SlurmLauncher(BatchLauncher):
         rows = (line.split(maxsplit=1) for line in jobs.splitlines())
         return next((row[0] for row in rows if row[1:] and row[1].strip() == str(script)), "")
 
-    def query(self, native_id: str) -> QueuedJob | None:
+    def query(self, native_id: str) -> BatchStatus | None:
         try:
             found = self.call("scontrol", "show", "job", "--oneliner", native_id)
         except LaunchError as error:
@@ -84,12 +83,12 @@ class SlurmLauncher(BatchLauncher):
         fields = dict(re.findall(r"(\w+)=(\S*)", found))
         shown = fields.get("JobState", "")
         if shown in _WAITING:
-            return QueuedJob("queued", shown, fields.get("Reason", ""))
+            return BatchStatus("queued", shown, fields.get("Reason", ""))
         if shown == "COMPLETING":
-            return QueuedJob("ending", shown)
+            return BatchStatus("ending", shown)
         if shown in _ACTIVE:
-            return QueuedJob("active", shown)
-        return QueuedJob("cancelled" if shown.startswith("CANCELLED") else "ended", shown)
+            return BatchStatus("active", shown)
+        return BatchStatus("cancelled" if shown.startswith("CANCELLED") else "ended", shown)
 
     def end(self, native_id: str, how: How, *, is_waiting: bool) -> None:
         self.call("scancel", *(() if is_waiting else _CANCEL[how]), native_id)
