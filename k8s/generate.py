@@ -4,11 +4,13 @@
     monitoring/          Grafana's dashboards as ConfigMaps, Prometheus' rules, and what tells of jobs
     overlays/<name>/     what is different, or new, in those of overlays/<name>/job.yaml
 
-usage: python k8s/generate.py     after a change of a job.yaml, or of the renderer
+usage: python k8s/generate.py [--runbook URL]     after a change of a job.yaml, or of the renderer;
+                                                  URL is your copy of docs/runbook.md, to which alerts link
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,20 +64,23 @@ def kustomization(resources: Sequence[str], patches: Sequence[str]) -> str:
     return as_yaml([document])
 
 
-def generated() -> dict[Path, str]:
+def generated(runbook: str = rules.RUNBOOK) -> dict[Path, str]:
     """Return all files, by path below this folder."""
     base = manifests_of(FOLDER / "base" / "job.yaml")
     files = {Path("base") / file_name(manifest): as_yaml([manifest]) for manifest in base}
     files[Path("base/kustomization.yaml")] = kustomization([file_name(manifest) for manifest in base], [])
     for name in OVERLAYS:
         files |= overlay(Path("overlays") / name, base)
-    return files | monitoring()
+    return files | monitoring(runbook)
 
 
-def monitoring() -> dict[Path, str]:
+def monitoring(runbook: str) -> dict[Path, str]:
     """Return what a cluster needs once, for all jobs."""
     folder = Path("monitoring")
-    files = {folder / "rules.yaml": as_yaml([prometheus_rule()]), folder / "targets.yaml": as_yaml(targets())}
+    files = {
+        folder / "rules.yaml": as_yaml([prometheus_rule(runbook)]),
+        folder / "targets.yaml": as_yaml(targets()),
+    }
     for name, text in dashboards().items():
         files[folder / f"{name.removesuffix('.json')}.yaml"] = as_yaml([config_map(name, text)])
     files[folder / "kustomization.yaml"] = kustomization(sorted(path.name for path in files), [])
@@ -96,13 +101,13 @@ def config_map(name: str, text: str) -> Manifest:
     }
 
 
-def prometheus_rule() -> Manifest:
+def prometheus_rule(runbook: str) -> Manifest:
     """Return the rules as Prometheus' operator takes them."""
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
         "metadata": {"name": "horovod-train", "namespace": MONITORING},
-        "spec": rules.document(),
+        "spec": rules.document(runbook),
     }
 
 
@@ -179,9 +184,12 @@ def overlay(folder: Path, base: Sequence[Manifest]) -> dict[Path, str]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runbook", metavar="URL", default=rules.RUNBOOK)
+    runbook = parser.parse_args().runbook
     for old in [*FOLDER.glob("*/*.yaml"), *FOLDER.glob("overlays/*/*.yaml")]:
         if old.name != "job.yaml":
             old.unlink()
     (FOLDER / "monitoring").mkdir(exist_ok=True)
-    for path, text in generated().items():
+    for path, text in generated(runbook).items():
         (FOLDER / path).write_text(text, encoding="utf-8")

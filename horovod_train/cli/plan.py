@@ -129,12 +129,14 @@ class Size(click.ParamType[float]):
 @click.command(name="plan")
 @job_argument
 @launch_options
-@click.option("--memory", is_flag=True, help="Estimate the memory of a rank under each strategy.")
+@click.option(
+    "--memory", is_flag=True, help="Estimate the memory of a rank under the strategies that declare it."
+)
 @click.option(
     "--device-memory",
     type=Size(),
     metavar="SIZE",
-    help="Memory limit of a rank: also print the fastest strategy that fits.",
+    help="Memory limit of a rank: also print the first strategy that fits, in a fixed order.",
 )
 def plan_command(
     job: str, *, memory: bool, device_memory: float | None, **options: Unpack[LaunchOptions]
@@ -155,8 +157,8 @@ def plan_command(
 
 
 def format_memory(job: Job, num_ranks: int, limit_bytes: float | None) -> list[str]:
-    """Return a table of the memory that a rank needs under each strategy, as lines."""
-    from horovod_train.config.support import fastest_that_fits, needs
+    """Return a table of the memory that a rank needs under strategies, as lines."""
+    from horovod_train.config.support import first_that_fits, needs
 
     found = needs(sizes_of(job, num_ranks))
     micro_batch = f"micro-batches of {job.train.batch_size_per_rank}"
@@ -166,9 +168,9 @@ def format_memory(job: Job, num_ranks: int, limit_bytes: float | None) -> list[s
         *(_line(name, need) for name, need in sorted(found.items(), key=lambda item: -item[1].peak)),
     ]
     if limit_bytes is not None:
-        name = fastest_that_fits(found, limit_bytes)
+        name = first_that_fits(found, limit_bytes)
         lines.append(
-            f"# the fastest that fits {limit_bytes / 2**20:.0f} MiB: {name}"
+            f"# the first that fits {limit_bytes / 2**20:.0f} MiB: {name}"
             if name
             else f"# none fits {limit_bytes / 2**20:.0f} MiB: more ranks, smaller micro-batches "
             "(train.accumulation_steps), or train.activation_checkpointing"

@@ -216,7 +216,8 @@ class JobHandle:
         """End the job, and return its final status.
 
         Ranks may save a checkpoint within ``launch.grace_s``; with ``now``, they are killed (in Slurm, after
-        its KillWait).
+        its KillWait; in Grid Engine, after the ``notify`` time of the queue; on Kubernetes, after the
+        termination grace period of the pods).
 
         Raises:
             LaunchError: The launcher of the job runs on another host.

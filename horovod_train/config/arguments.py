@@ -1,7 +1,7 @@
 """Fields of a job that contain the arguments of a row of a registry, and values that follow from a job.
 
     ArgumentField, job_schema             these fields, and the models of the arguments
-    axes_of, has_model_parallel_ranks     what a strategy declares about a job
+    axes_of, has_axes                     what a strategy declares about a job
     for_ranks, batch_size_at, samples_of_growth
                                           the global batch of a step, and the micro-batches of a rank, as
                                           arithmetic
@@ -165,8 +165,8 @@ def axes_of(strategy: Strategy, world_size: int) -> Axes:
     return support.axes(world_size, support.arguments_of(strategy.args))
 
 
-def has_model_parallel_ranks(strategy: Strategy) -> bool:
-    """Return whether the strategy has pipeline or tensor-parallel ranks, which read the same samples."""
+def has_axes(strategy: Strategy) -> bool:
+    """Return whether the strategy arranges ranks along axes; some of them may read the same samples."""
     return strategy_support(strategy.name).axes is not None
 
 

@@ -207,7 +207,7 @@ def launcher_sections() -> Iterator[tuple[str, str, type[Section]]]:
     """Yield the sections of launchers in ``launch``: the name, the launcher's name and the model."""
     for name in LAUNCHERS.rows:
         support = LAUNCHERS.support_or_none(name)
-        # ``config/support.py`` has its type, and knows jobs, which have this section.
+        # Not typed: importing config/support.py, which imports the schema of jobs, would be a circle.
         section, settings = getattr(support, "section", ""), getattr(support, "settings", None)
         if section and isinstance(settings, type) and issubclass(settings, Section):
             yield section, name, settings

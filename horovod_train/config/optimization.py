@@ -115,7 +115,7 @@ class LearningRate(Section):
     one_cycle, plateau, or a function ``file.py:curve`` of the progress from 0 to 1."""
 
     decay_args: dict[str, Any] = {}
-    """Arguments of the schedule (see below), such as ``end_factor: 0.1``; those of a function are its
+    """Arguments of the schedule (docs/arguments.md), such as ``end_factor: 0.1``; those of a function are its
     keyword arguments."""
 
 

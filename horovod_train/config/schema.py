@@ -60,8 +60,8 @@ class Train(Section):
     """Length in optimizer steps, if it ends before ``epochs``; schedules end with it. null: no limit."""
 
     max_samples: Count | None = None
-    """Length in samples, on any number of ranks: the job ends after the first step with which so many were
-    used. Otherwise as ``max_steps``."""
+    """Length in samples, on any number of ranks: the job ends with the first step that reaches this number.
+    Otherwise as ``max_steps``."""
 
     stop_at_step: Count | None = None
     """End the job after this many optimizer steps, as if it was interrupted: schedules are those of the whole
@@ -206,7 +206,7 @@ class Tracking(Section):
     """Experiment tracker to which rank 0 logs losses and metrics."""
 
     name: ImportPath | Name
-    """csv, jsonl, tensorboard, mlflow, wandb (docs/monitoring.md), ``module:Class`` or ``file.py:Class``."""
+    """csv, jsonl, tensorboard, mlflow, wandb (docs/reports.md), ``module:Class`` or ``file.py:Class``."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of the tracker, such as ``path: metrics.csv``. Not for secrets."""
@@ -280,7 +280,7 @@ class Metrics(Section):
     """Also measure the noise scale of each parameter group of the optimizer."""
 
     trackers: list[Tracking] = []
-    """Experiment trackers, for example ``[{name: csv}]`` (see docs/monitoring.md)."""
+    """Experiment trackers, for example ``[{name: csv}]`` (see docs/reports.md)."""
 
 
 class Health(Section):
@@ -297,14 +297,15 @@ class Health(Section):
     """non_finite: skip. Maximum number of consecutive skipped steps; one more ends the job."""
 
     stall_warning_s: Seconds = 60.0
-    """Time after which ranks that are frozen or missing from a collective are reported, in seconds."""
+    """Time in seconds after which frozen ranks are reported, and interval at which Horovod looks for ranks
+    that are missing from a collective, which are reported after up to four intervals."""
 
     stall_shutdown_s: Seconds = 600.0
     """Time after which such ranks end the job, in seconds."""
 
     verify_strategy: bool = True
-    """Compare the first steps under a strategy other than allreduce with those of the plain model on the same
-    samples; end the job with exit code 2 if they differ."""
+    """Compare the first steps with those of the plain model on the same samples, under all strategies but
+    allreduce, adasum, local_sgd and parameter_server; end the job with exit code 2 if they differ."""
 
     one_process: Literal["refuse", "warn", "off"] = "refuse"
     """Compare the gradient of all ranks with that of one process on the same samples (at most 8), after steps

@@ -177,8 +177,10 @@ class StrategySupport(WithArguments):
         lr_follows_rank: The learning rate scales with the batch of a rank, not with the global batch.
         requires_mpi: Ranks communicate over MPI in addition to Horovod.
         is_verified: Its first steps are compared with those of the plain model on the same samples.
-        is_sharded: A rank has only a part of the weights or of the optimizer's state.
-        is_equal_to_accumulation: Ranks may be replaced by micro-batches of fewer ranks.
+        saves_memory: A rank stores less than the whole weights and optimizer state; a message about missing
+            memory does not recommend to shard them.
+        is_equal_to_accumulation: Ranks train the same weights as fewer ranks with more micro-batches, so that
+            a study may run a trial on fewer cores than it has ranks.
         memory: Returns the memory of a rank by the name of a variant, which is empty for the defaults; None:
             it is not known.
     """
@@ -187,7 +189,7 @@ class StrategySupport(WithArguments):
     lr_follows_rank: bool = False
     requires_mpi: bool = False
     is_verified: bool = False
-    is_sharded: bool = False
+    saves_memory: bool = False
     is_equal_to_accumulation: bool = False
     memory: Callable[[JobSizes], Mapping[str, MemoryEstimate]] | None = None
 
@@ -517,9 +519,10 @@ class MemoryEstimate:
         optimizer: Optimizer state.
         peak: Peak of all tensors.
         process: Approximate peak of the process.
-        speed_rank: Place among strategies from fast to slow, by bytes sent and by overlap of communication
-            with computation: 0 (allreduce), 10 and 20 (zero), 30 and 40 (fsdp), 50 (deepspeed),
-            60 (tensor_parallel), 70 (pipeline).
+        order: Place among strategies that fit, which orders them by bytes sent and by overlap of
+            communication with computation: 0 (allreduce), 10 and 20 (zero), 30 and 40 (fsdp),
+            50 (deepspeed), 60 (tensor_parallel), 70 (pipeline). A strategy of another package chooses a
+            number between those of two others.
     """
 
     weights: float
@@ -527,34 +530,34 @@ class MemoryEstimate:
     optimizer: float
     peak: float
     process: float
-    speed_rank: int
+    order: int
 
 
 def estimate(
     sizes: Sizes,
     *,
-    speed_rank: int,
-    weights: float = 1,
-    gradients: float = 1,
-    optimizer: float = 1,
-    passes: float = 1,
+    order: int,
+    weight_shards: float = 1,
+    gradient_shards: float = 1,
+    optimizer_shards: float = 1,
+    activation_shards: float = 1,
     extra: float = 0,
     keeps_gradients: bool = False,
 ) -> MemoryEstimate:
-    """Return the memory of a rank, given divisors of weights, gradients, optimizer state and activations.
+    """Return the memory of a rank, which has one of so many shards of weights, gradients and so on.
 
     ``extra`` is additional memory in the passes, in bytes. With ``keeps_gradients``, gradients are stored in
     buckets, which stay allocated between steps.
     """
-    whole = sizes.weights / weights + sizes.buffers
-    state = sizes.optimizer / optimizer
+    whole = sizes.weights / weight_shards + sizes.buffers
+    state = sizes.optimizer / optimizer_shards
     by_then = sizes.trained if keeps_gradients else sizes.gradients_by_then
-    at_peak = whole + state + sizes.activations / passes + by_then / gradients + extra
-    in_update = whole + state + sizes.trained / gradients + sizes.update / optimizer
+    at_peak = whole + state + sizes.activations / activation_shards + by_then / gradient_shards + extra
+    in_update = whole + state + sizes.trained / gradient_shards + sizes.update / optimizer_shards
     peak = max(at_peak, in_update)
     # Each process first creates the whole model, then shards it.
     process = max(peak, sizes.weights) + sizes.process
-    return MemoryEstimate(whole, sizes.trained / gradients, state, peak, process, speed_rank)
+    return MemoryEstimate(whole, sizes.trained / gradient_shards, state, peak, process, order)
 
 
 def needs(sizes: JobSizes) -> dict[str, MemoryEstimate]:
@@ -569,7 +572,7 @@ def _needs(sizes: JobSizes) -> Iterator[tuple[str, MemoryEstimate]]:
             yield f"{name} {variant}".strip(), found
 
 
-def fastest_that_fits(found: Mapping[str, MemoryEstimate], limit_bytes: float) -> str | None:
-    """Return the fastest strategy whose process memory is within the limit, or None."""
-    fitting = [(each.speed_rank, name) for name, each in found.items() if each.process <= limit_bytes]
+def first_that_fits(found: Mapping[str, MemoryEstimate], limit_bytes: float) -> str | None:
+    """Return the first strategy by ``order`` whose process memory is within the limit, or None."""
+    fitting = [(each.order, name) for name, each in found.items() if each.process <= limit_bytes]
     return min(fitting)[1] if fitting else None

@@ -9,7 +9,8 @@ consecutive slices of (almost) equal length, so
 * n ranks with batch b use the same samples per step as one rank with batch n * b;
 * an interrupted epoch resumes from the cursor alone, with any number of ranks.
 
-The slices of a step may differ by one sample, and a rank may have no sample in the last step. The loss of a
+The slices of a step differ by at most one sample. A short step at the end is split over fewer ranks, with two
+or more samples each where possible; the other ranks have none. The loss of a
 micro-batch is therefore weighted by its part of the step's samples, computed without communication.
 
 ``planned_steps`` yields the optimizer steps of one rank: the samples that it reads, and their batches.
@@ -155,8 +156,8 @@ def steps_of_epoch(
 ) -> Iterator[StepShare]:
     """Yield a rank's part of every step from a cursor to the end of the epoch.
 
-    A step has ``batch_size_at(cursor)`` samples; None: ``batch_size_per_rank`` x ``accumulation_steps`` x
-    ``size``, which must be the largest possible number.
+    A step has ``batch_size_at(cursor)`` samples, at most ``batch_size_per_rank`` x ``accumulation_steps`` x
+    ``size``, which is the default.
 
     Every rank yields the same number of steps with the same cursors, so that all ranks take part in every
     collective. With ``equal_micro_batches``, the number of micro-batches is equal, too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from shutil import which
 
-from horovod_train.config.arguments import has_model_parallel_ranks
+from horovod_train.config.arguments import has_axes
 from horovod_train.config.schema import Job
 from horovod_train.config.support import framework_support
 from horovod_train.horovod.mpi import loopback_library
@@ -54,7 +54,7 @@ def from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 def horovod_settings(job: Job) -> dict[str, str]:
     """Return Horovod's environment variables for a job."""
     # Strategies that split the ranks create process sets after initialization.
-    splits = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if has_model_parallel_ranks(job.strategy) else {}
+    splits = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if has_axes(job.strategy) else {}
     on_stream = framework_support(job.framework).uses_torch_binding
     return {
         **splits,

@@ -74,8 +74,8 @@ class Schedule(Section):
     """Base class of schedules. A schedule is a function of the position, and has no state.
 
     Attributes:
-        begins: Name of the time at which the rate begins to fall, if that is not the end of warm-up: it must
-            not precede the end of warm-up.
+        begins: Noun for messages, such as "first milestone": the time until which the rate is constant, if
+            arguments of the schedule determine it. It must not precede the end of warm-up.
     """
 
     begins: ClassVar[str] = ""
@@ -93,8 +93,9 @@ class Schedule(Section):
         """Return the schedule with all durations in epochs.
 
         Args:
-            convert: Converts a position.
-            warmup: Length of the warm-up, in the unit of the job.
+            convert: Returns a position, which is counted from the start of training, in epochs. A length that
+                begins elsewhere is ``convert(begin + length) - convert(begin)``.
+            warmup: Length of the warm-up, at the end of which some lengths begin, in the unit of the job.
         """
         del convert, warmup
         return self

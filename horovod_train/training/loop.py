@@ -221,8 +221,8 @@ def end(run: Run) -> None:
 
 
 def evaluates_now(run: Run) -> bool:
-    """Whether an evaluation follows the last step of an epoch, which was performed."""
-    ends = run.progress.epoch + 1 >= run.num_epochs
+    """Whether the last step of an epoch has been performed, and ``finish_epoch`` evaluates."""
+    ends = run.is_done or run.progress.epoch + 1 >= run.num_epochs
     return run.is_epoch_complete and run.eval_reader is not None and (ends or run.is_evaluation_due)
 
 

@@ -84,7 +84,8 @@ class Progress:
         noise: Moments of the gradient noise, if they are measured.
         scaled_epochs: Scale-invariant progress under AdaScale; otherwise equal to ``epochs_passed``.
         evaluation: The interval of evaluations, and how often it had passed at the last evaluation.
-        epochs_of_steps: Positions in steps, in epochs: one that has passed may belong to other ranks.
+        epochs_of_steps: Epochs of each position that a schedule gives in steps. Those that have passed stay
+            as they were, also on another number of ranks.
     """
 
     order: DataOrder

@@ -326,8 +326,8 @@ SAID = [
     (
         {"launch": {"container": {"image": "/a.sif"}, "launcher": "mpijob"}},
         "launch.container = '/a.sif'",
-        "is for hosts, and pods have an image of their own",
-        "use launch.kubernetes.image",
+        "is for hosts, and ranks of this launcher have an image of their own",
+        "set the image in launch.kubernetes",
     ),
     (
         {"launch": {"elastic": {"min_ranks": 1}}, "checkpoint": {"resume": "never"}},

@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 import yaml
 from support.matrix import renewed
-from unit.test_architecture import ROOMS
+from unit.test_architecture import BASICS, ROOMS
 
 from horovod_train import __version__, errors, registry
 from horovod_train.cli.main import COMMANDS
@@ -113,16 +113,19 @@ def test_links_to_sections_lead_to_a_heading(page):
         assert anchor in anchors_of(other), f"{page.name} links to {target}#{anchor}"
 
 
-def test_the_table_of_rooms_names_every_room():
+def test_the_table_of_packages_has_what_each_may_import():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = text.partition("## Packages")[2].partition("`tests/unit/test_architecture.py`")[0]
-    named = {
-        name
-        for row in re.findall(r"^\| (`.*?`) \|", rows, re.MULTILINE)
-        for name in re.findall(r"`(.*?)`", row)
-    }
+    listed = {}
+    for name, cell in re.findall(r"^\| `(.*?)` \| .* \| ([^|]*) \|$", rows, re.MULTILINE):
+        listed[name] = set(re.findall(r"`(.*?)`", cell)) | (BASICS if cell.startswith("basics") else set())
 
-    assert named == {room for room in ROOMS if not room.startswith("_")}
+    anything = {"cli": {"plugins"}, "plugins": set()}
+    assert listed == {
+        room: anything[room] if allowed is None else allowed
+        for room, allowed in ROOMS.items()
+        if not room.startswith("_")
+    }
 
 
 def test_the_glossary_names_files_and_settings_that_exist():
@@ -161,7 +164,7 @@ def test_the_tour_lists_all_launchers_and_frameworks():
     (frameworks,) = re.findall(r"^Set `framework: (.*?) in the job", readme, re.MULTILINE)
 
     first_cells = " ".join(re.findall(r"^\| (`.*?) \|", launchers, re.MULTILINE))
-    assert set(re.findall(r"`(.*?)`", first_cells)) == set(registry.LAUNCHERS.rows)
+    assert set(re.findall(r"`(.*?)`", first_cells)) == {"auto", *registry.LAUNCHERS.rows}
     assert set(re.findall(r"[a-z]+", frameworks)) - {"or"} == set(registry.FRAMEWORKS.builtin) - {"torch"}
 
 

@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from horovod_train.cli import plan
 from horovod_train.config.schema import Job
-from horovod_train.config.support import JobSizes, Sizes, fastest_that_fits, needs
+from horovod_train.config.support import JobSizes, Sizes, first_that_fits, needs
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.memory import sizes_of
 from horovod_train.tasks.gpt import Gpt
@@ -150,14 +150,14 @@ class TestNeeds:
 
         assert needs(JobSizes(job(), 1, sizes))["allreduce"].peak == (100 + 200 + 80 + 150) * MIB
 
-    def test_name_the_fastest_that_fits(self):
+    def test_name_the_first_that_fits(self):
         found = needs(JobSizes(job(accumulation_steps=4), 4, SIZES, SIZES))
 
-        assert fastest_that_fits(found, 800 * MIB) == "allreduce"
-        assert fastest_that_fits(found, 600 * MIB) == "zero 1"
-        assert fastest_that_fits(found, 540 * MIB) == "zero"
-        assert fastest_that_fits(found, 495 * MIB) is None  # a pipeline traces a second, whole model
-        assert fastest_that_fits({"pipeline": found["pipeline"]}, 580 * MIB) == "pipeline"
+        assert first_that_fits(found, 800 * MIB) == "allreduce"
+        assert first_that_fits(found, 600 * MIB) == "zero 1"
+        assert first_that_fits(found, 540 * MIB) == "zero"
+        assert first_that_fits(found, 495 * MIB) is None  # a pipeline traces a second, whole model
+        assert first_that_fits({"pipeline": found["pipeline"]}, 580 * MIB) == "pipeline"
 
 
 class TestTheCommand:
@@ -177,7 +177,7 @@ class TestTheCommand:
         assert [line.split()[0] for line in output.splitlines()[2:4]] == ["allreduce", "zero"]
 
     def test_names_what_fits(self):
-        assert "the fastest that fits 540 MiB: zero\n" in self.output("--device-memory", "540MiB")[1]
+        assert "the first that fits 540 MiB: zero\n" in self.output("--device-memory", "540MiB")[1]
         assert "# none fits 200 MiB: more ranks" in self.output("--device-memory", "200MiB")[1]
 
     def test_without_it_is_what_would_be_started(self):

@@ -459,6 +459,17 @@ def test_a_drained_job_is_suspended_and_stays(api):
     assert MpiJobLauncher().status(job).state == "preempted"
 
 
+def test_a_job_in_a_queue_of_kueue_is_not_drained(api):
+    """Kueue starts a suspended job again while its Workload is admitted."""
+    api.operator = trains
+    job = submit(api, launch={"kubernetes": {"queue": "team"}})
+
+    with pytest.raises(LaunchError, match="is in a queue of Kueue") as error:
+        MpiJobLauncher().cancel(job, "drain")
+    assert "get workloads" in error.value.hint
+    assert api.objects["mpijobs", "digits"]["spec"]["runPolicy"]["suspend"] is False
+
+
 def test_a_drain_ends_though_a_launcher_has_failed_before(api):
     """Its pod has ended, and stays for its log."""
 

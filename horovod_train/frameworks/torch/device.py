@@ -77,7 +77,7 @@ def what_to_change(job: Job, *, is_gpu: bool = True) -> list[str]:
         changes.append("train.cuda_graph: false: graphs keep additional memory")
     if job.allreduce.wire_dtype != "fp32":
         changes.append("allreduce.wire_dtype: fp32: without a second copy of the gradients")
-    if job.framework == "torch" and not strategy_support(job.strategy.name).is_sharded:
+    if job.framework == "torch" and not strategy_support(job.strategy.name).saves_memory:
         changes.append(
             "strategy: zero shares the optimizer's state among ranks, fsdp the weights as well: "
             "`horovod-train plan JOB --memory` says what a rank needs under each"

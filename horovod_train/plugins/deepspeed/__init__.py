@@ -59,7 +59,7 @@ class Arguments(Section):
 def memory(job: JobSizes) -> Mapping[str, MemoryEstimate]:
     """Return the memory for stage 3: as for fsdp, plus persistent gradients, which the update copies."""
     sizes, num_ranks = job.whole, job.num_ranks
-    need = sharded(job, gathered=sizes.gathered, speed_rank=50)
+    need = sharded(job, gathered=sizes.gathered, order=50)
     gradients = sizes.trained / num_ranks
     resident = need.weights + need.optimizer + gradients
     in_passes = need.peak - sizes.gradients_by_then / num_ranks + gradients + job.bucket
@@ -82,6 +82,6 @@ SUPPORT = StrategySupport(
         Refused("optimizer.schedules", "DeepSpeed updates with its own optimizer", "leave it out"),
     ),
     is_verified=True,
-    is_sharded=True,
+    saves_memory=True,
     memory=memory,
 )

@@ -26,7 +26,7 @@ from horovod_train.errors import (
     did_you_mean,
 )
 from horovod_train.plugins.kubernetes.render import Manifest, field, number, section, sections, text
-from horovod_train.plugins.kubernetes.settings import name_problems
+from horovod_train.plugins.kubernetes.settings import KUEUE, name_problems
 from horovod_train.system.machine import import_optional
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ INSTALL = {
     "MPIJob": "is the MPI operator installed in this cluster? `kubectl get crd mpijobs.kubeflow.org`",
     "PodMonitor": "install Prometheus' operator, or set launch.kubernetes.pod_monitor: false",
 }
-KUEUE = "kueue.x-k8s.io"
 BEGINNING = "1970-01-01T00:00:00Z"
 # Transient HTTP errors: too many requests, API server starting, kubelet unreachable, etcd slow.
 PASSING = {429, 500, 502, 503, 504}

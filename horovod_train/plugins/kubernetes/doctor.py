@@ -16,10 +16,10 @@ from horovod_train.errors import HorovodTrainError, LaunchError
 from horovod_train.events.types import AllreduceTime
 from horovod_train.launch.base import LaunchRequest, Submitted
 from horovod_train.launch.doctor import AllreduceBenchmark, History, compare
-from horovod_train.plugins.kubernetes.cluster import CUSTOM, GROUP, KUEUE, PLURAL, VERSION, Cluster
+from horovod_train.plugins.kubernetes.cluster import CUSTOM, GROUP, PLURAL, VERSION, Cluster
 from horovod_train.plugins.kubernetes.launcher import MpiJobLauncher
 from horovod_train.plugins.kubernetes.render import section, text, texts
-from horovod_train.plugins.kubernetes.settings import NAME, Kubernetes, num_workers
+from horovod_train.plugins.kubernetes.settings import KUEUE, NAME, Kubernetes, num_workers
 
 PODS_TIMEOUT_S = 900.0
 POLL_S = 2.0

@@ -55,7 +55,7 @@ from horovod_train.plugins.kubernetes.render import (
     text,
     texts,
 )
-from horovod_train.plugins.kubernetes.settings import MAX_CONFIG_BYTES, Kubernetes
+from horovod_train.plugins.kubernetes.settings import MAX_CONFIG_BYTES, QUEUE_LABEL, Kubernetes
 
 Warned = tuple[str, str]
 CANCELLED_MESSAGE = "requested to save and exit, then deleted; checkpoints are in its run_dir"
@@ -364,6 +364,12 @@ class MpiJobLauncher(PolledLauncher):
                 return
             status = _status(job, cluster)
             has_ended = status.state in ("succeeded", "failed")
+            if how == "drain" and not has_ended and field(found, "metadata", "labels", QUEUE_LABEL):
+                raise LaunchError(
+                    f"{job.job_id} is in a queue of Kueue, which starts a suspended job again",
+                    hint=f"deactivate its Workload: kubectl -n {place.namespace} get workloads, then kubectl "
+                    'patch workload NAME --type=merge -p \'{"spec": {"active": false}}\'',
+                )
             if how != "kill" and not has_ended:
                 mark = {"metadata": {"annotations": {DRAINED if how == "drain" else CANCELLED: "true"}}}
                 cluster.patch_mpi_job(place.name, {**mark, "spec": {"runPolicy": {"suspend": True}}})

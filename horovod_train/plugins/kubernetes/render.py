@@ -16,7 +16,13 @@ import yaml
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
 from horovod_train.launch.console import EVENTS_VARIABLE
-from horovod_train.plugins.kubernetes.settings import Kubernetes, Volume, num_workers, workers_for
+from horovod_train.plugins.kubernetes.settings import (
+    QUEUE_LABEL,
+    Kubernetes,
+    Volume,
+    num_workers,
+    workers_for,
+)
 
 Manifest = dict[str, object]
 """A Kubernetes object, as parsed from YAML or JSON."""
@@ -516,7 +522,7 @@ def _metadata(job: Job, name: str) -> Manifest:
     kubernetes = job.launch.settings(Kubernetes)
     labels = {MANAGED_BY: MANAGER, **_labels(job)}
     if kubernetes.queue is not None:
-        labels["kueue.x-k8s.io/queue-name"] = kubernetes.queue
+        labels[QUEUE_LABEL] = kubernetes.queue
     return {"name": name, "namespace": kubernetes.namespace, "labels": labels}
 
 

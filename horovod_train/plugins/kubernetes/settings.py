@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 NAME = "mpijob"
 """Name of the launcher."""
 
+KUEUE = "kueue.x-k8s.io"
+"""API group of Kueue."""
+
+QUEUE_LABEL = f"{KUEUE}/queue-name"
+"""Label of an MPIJob that Kueue manages."""
+
 DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 """At most 63 lower-case letters, digits and dashes."""
 

@@ -60,5 +60,5 @@ SUPPORT = StrategySupport(
     ),
     axes=axes,
     is_verified=True,
-    is_sharded=True,
+    saves_memory=True,
 )

@@ -67,7 +67,12 @@ def memory(job: JobSizes) -> Mapping[str, MemoryEstimate]:
     part = sizes.weights / stage
     under_way = min(num_ranks, job.job.train.accumulation_steps)
     need = estimate(
-        sizes, weights=part, gradients=part, optimizer=part, passes=num_ranks / under_way, speed_rank=70
+        sizes,
+        weight_shards=part,
+        gradient_shards=part,
+        optimizer_shards=part,
+        activation_shards=num_ranks / under_way,
+        order=70,
     )
     return {"": replace(need, process=max(need.peak, 2 * sizes.weights) + sizes.process + TRACER_BYTES)}
 
@@ -88,6 +93,6 @@ SUPPORT = StrategySupport(
     STAGES_CANNOT,
     axes=axes,
     is_verified=True,
-    is_sharded=True,
+    saves_memory=True,
     memory=memory,
 )

@@ -73,7 +73,10 @@ class Cancellation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    now: bool = Field(default=False, description="Kill the ranks at once, without saving a checkpoint.")
+    now: bool = Field(
+        default=False,
+        description="Kill the ranks without saving, as soon as the system of the launcher allows.",
+    )
 
 
 class JobDocument(BaseModel):
@@ -84,7 +87,9 @@ class JobDocument(BaseModel):
     folder: str = Field(description="Run folder on the server's machine.")
     submitted_unix_s: float
     state: State
-    exit_code: int | None = Field(description="75: preempted, with a checkpoint; null: not ended.")
+    exit_code: int | None = Field(
+        description="75: preempted, with a checkpoint (an MPIJob: perhaps without); null: not ended."
+    )
     has_ended: bool
     message: str
     cause: str
@@ -263,8 +268,7 @@ ERRORS = {
     403: "The token does not allow this, or the request is from another origin.",
     404: "No job, or more than one, matches.",
     408: "The request was not complete in time.",
-    409: "The launcher rejects the request or does not respond, the job has not succeeded, or its run folder "
-    "is not `folder`.",
+    409: "The launcher rejects the request, the job has not succeeded, or its run folder is not `folder`.",
     413: "The body is too large.",
     422: "The request or the job description is invalid; `problems` lists all problems.",
     429: "Too many requests, or too many open streams.",
@@ -450,6 +454,8 @@ class JobsApi:
 
     async def drain(self, job_id: JobIdParam, folder: Folder = None) -> JobDocument:
         """Request the ranks to save a checkpoint and exit with code 75, without a time limit.
+
+        On Kubernetes, they have `launch.grace_s`, and the request ends when the pods have ended.
 
         The whole ID of the job is required.
         """

@@ -37,7 +37,7 @@ def copies_axes(world_size: int, arguments: CopiesArguments) -> Axes:
 
 def copies_memory(sizes: JobSizes) -> Mapping[str, MemoryEstimate]:
     """Return the memory of a rank: that of one process."""
-    return {"": estimate(sizes.whole, keeps_gradients=True, speed_rank=90)}
+    return {"": estimate(sizes.whole, keeps_gradients=True, order=90)}
 
 
 COPIES_SUPPORT = StrategySupport(

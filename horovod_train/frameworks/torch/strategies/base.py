@@ -68,7 +68,7 @@ class Capabilities:
     Attributes:
         deferred_results: A step needs no device-to-host synchronization; False: the host waits in each step.
         collective_passes: Passes contain collectives, so all ranks run the same number of passes in a step.
-        sharded: A rank has only a part of the model or of the optimizer's state.
+        sharded: Each rank writes arrays of its own to a checkpoint.
         whole_weights: A rank has all weights.
         after_update: A task's ``after_update`` can read and change each weight of the model.
         checkpoints_optimizer: This rank's optimizer state is written to checkpoints.
@@ -297,7 +297,10 @@ class LocalState:
         optimizer.load_state_dict(document)
 
     def rank_state(self) -> Mapping[str, torch.Tensor]:
-        """Return the state that is specific to this rank, such as residuals, without copying it."""
+        """Return the state that is specific to this rank, such as residuals, without copying it.
+
+        State that is equal on all ranks is returned by rank 0 only; ``load_rank_states`` finds it at index 0.
+        """
         return {}
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -342,6 +345,8 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
           norm, is_finite, gradients: called by the update (``step/update.py``), which clips the gradients
             or update, if ``owns_update``: replaces these three and the optimizer's step
           after_update       after the optimizer's step, or after a skipped step
+        at a checkpoint, when ``replicas_identical``: local_tensors, optimized, rank_state
+        to resume    load_optimizer, load_rank_states, after ``bind`` and before the first step
         close        detaches all hooks: Lightning uses the model after training
 
     Attributes:

@@ -5,8 +5,9 @@ in-place all-reduce (``torch/comm/buckets.py``). The loss of a micro-batch is we
 the step's samples before the backward pass. The sum over ranks is therefore the mean over samples, for any
 number of samples per rank.
 
-If the set of trained parameters changes on any rank, all ranks compare their sets, sum the gradients of new
-parameters in the same step, and rebuild the buckets. A complex gradient is sent as pairs of reals.
+If the set of trained parameters changes on any rank (with deferred results: on all ranks in the same step, or
+it is an error), all ranks compare their sets, sum the gradients of new parameters in the same step, and
+rebuild the buckets. A complex gradient is sent as pairs of reals.
 """
 
 from __future__ import annotations

@@ -51,21 +51,21 @@ class Arguments(Section):
 def memory(job: JobSizes) -> Mapping[str, MemoryEstimate]:
     """Return the memory of a rank, also without resharding after the forward pass."""
     return {
-        "": sharded(job, gathered=job.whole.gathered, speed_rank=40),
-        "without resharding": sharded(job, gathered=job.whole.weights, speed_rank=30),
+        "": sharded(job, gathered=job.whole.gathered, order=40),
+        "without resharding": sharded(job, gathered=job.whole.weights, order=30),
     }
 
 
-def sharded(job: JobSizes, *, gathered: float, speed_rank: int) -> MemoryEstimate:
+def sharded(job: JobSizes, *, gathered: float, order: int) -> MemoryEstimate:
     """Return the memory of a rank that shards everything; ``gathered`` is the peak of gathered weights."""
     largest = max([*job.whole.units, job.whole.weights - sum(job.whole.units)])
     return estimate(
         job.whole,
-        weights=job.num_ranks,
-        gradients=job.num_ranks,
-        optimizer=job.num_ranks,
+        weight_shards=job.num_ranks,
+        gradient_shards=job.num_ranks,
+        optimizer_shards=job.num_ranks,
         extra=(gathered + largest) if job.num_ranks > 1 else 0,
-        speed_rank=speed_rank,
+        order=order,
     )
 
 
@@ -79,7 +79,7 @@ SUPPORT = StrategySupport(
         Refused("train.channels_last", "units are gathered as contiguous tensors", "leave it out"),
     ),
     is_verified=True,
-    is_sharded=True,
+    saves_memory=True,
     is_equal_to_accumulation=True,
     memory=memory,
 )

@@ -30,7 +30,7 @@ def axes(world_size: int, arguments: Arguments) -> Axes:
 
 def memory(job: JobSizes) -> Mapping[str, MemoryEstimate]:
     """Return the memory of a rank; nothing if the layers cannot be cut."""
-    return {} if job.of_tensor_rank is None else {"": estimate(job.of_tensor_rank, speed_rank=60)}
+    return {} if job.of_tensor_rank is None else {"": estimate(job.of_tensor_rank, order=60)}
 
 
 SUPPORT = StrategySupport(
@@ -46,6 +46,6 @@ SUPPORT = StrategySupport(
     ),
     axes=axes,
     is_verified=True,
-    is_sharded=True,
+    saves_memory=True,
     memory=memory,
 )

@@ -20,9 +20,11 @@ class Arguments(Section):
 def memory(job: JobSizes) -> Mapping[str, MemoryEstimate]:
     """Return the memory of a rank in stage 2 and, if micro-batches accumulate, in stage 1."""
     parts = job.num_ranks
-    found = {"": estimate(job.whole, optimizer=parts, gradients=parts, extra=job.bucket, speed_rank=20)}
+    found = {
+        "": estimate(job.whole, optimizer_shards=parts, gradient_shards=parts, extra=job.bucket, order=20)
+    }
     if job.job.train.accumulation_steps > 1:  # otherwise gradients are reduced as soon as they are computed
-        found["1"] = estimate(job.whole, optimizer=parts, keeps_gradients=True, speed_rank=10)
+        found["1"] = estimate(job.whole, optimizer_shards=parts, keeps_gradients=True, order=10)
     return found
 
 
@@ -36,7 +38,7 @@ SUPPORT = StrategySupport(
         Refused("train.cuda_graph", "a CUDA graph keeps all gradients allocated", "leave it out"),
     ),
     is_verified=True,
-    is_sharded=True,
+    saves_memory=True,
     is_equal_to_accumulation=True,
     memory=memory,
 )
