@@ -349,7 +349,7 @@ class LoopBridge:
 
     @property
     def evaluates_now(self) -> bool:
-        """Whether an evaluation follows the last step of an epoch, which was performed."""
+        """Whether the last step of an epoch has been performed, and ``finish_epoch`` evaluates."""
         return evaluates_now(self.run)
 
     def begin(self) -> None:

@@ -327,6 +327,14 @@ class TestTheBridge:
         assert [evaluates for _, evaluates in seen[::2]] == [False, True, False, True, True]
         assert [bool(metrics) for metrics in seen[1::2]] == [False, True, False, True, True]
 
+    def test_knows_that_an_epoch_which_ends_the_job_ends_with_an_evaluation(self):
+        run = made(train={"epochs": 5, "stop_at_step": 5}, evaluation={"every": 2})
+
+        (_, evaluates), metrics = self.drive(run)
+
+        assert evaluates
+        assert metrics
+
     @pytest.mark.parametrize(("limit", "planned"), [(None, 5), (5, 3), (4, 2), (2, 0), (1, 0)])
     def test_is_given_no_steps_behind_the_limit(self, limit, planned):
         run = made(train={"max_steps": limit})

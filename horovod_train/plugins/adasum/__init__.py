@@ -5,7 +5,7 @@ from __future__ import annotations
 from horovod_train.config.support import Refused, StrategySupport
 from horovod_train.frameworks.torch.strategies import (
     NO_FP16,
-    NO_SAMPLES,
+    NO_RANDOMNESS_BY_SAMPLE,
     no_compression,
     no_noise_scale,
 )
@@ -17,7 +17,7 @@ SUPPORT = StrategySupport(
         *no_compression("updates are combined uncompressed"),
         Refused("train.cuda_graph", "ranks exchange their losses in each step", "leave it out"),
         *no_noise_scale("ranks combine updates, not gradients"),
-        NO_SAMPLES,
+        NO_RANDOMNESS_BY_SAMPLE,
     ),
     lr_follows_rank=True,
 )

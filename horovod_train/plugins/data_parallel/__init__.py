@@ -5,7 +5,7 @@ from __future__ import annotations
 from horovod_train.config.support import Refused, StrategySupport
 from horovod_train.frameworks.torch.strategies import (
     NO_GRAPHS,
-    NO_SAMPLES,
+    NO_RANDOMNESS_BY_SAMPLE,
     no_compression,
     no_noise_scale,
 )
@@ -15,7 +15,7 @@ SUPPORT = StrategySupport(
     refused=(
         NO_GRAPHS,
         *no_noise_scale("PyTorch sums the gradients of replicas during the backward pass"),
-        NO_SAMPLES,
+        NO_RANDOMNESS_BY_SAMPLE,
         *no_compression("a single process sends no gradients"),
         Refused("train.compile", "the model is replicated in each step", "leave it out"),
     ),

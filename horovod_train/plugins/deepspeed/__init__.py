@@ -13,7 +13,7 @@ from horovod_train.config.support import JobSizes, MemoryEstimate, Refused, Stra
 from horovod_train.frameworks.torch.strategies import (
     NO_FP16,
     NO_GRAPHS,
-    NO_SAMPLES,
+    NO_RANDOMNESS_BY_SAMPLE,
     no_compression,
     no_noise_scale,
 )
@@ -78,7 +78,7 @@ SUPPORT = StrategySupport(
         NO_FP16,
         Refused("train.channels_last", "weights are gathered as contiguous tensors", "leave it out"),
         *no_noise_scale("DeepSpeed reduces gradients during the backward pass"),
-        NO_SAMPLES,
+        NO_RANDOMNESS_BY_SAMPLE,
         Refused("optimizer.schedules", "DeepSpeed updates with its own optimizer", "leave it out"),
     ),
     is_verified=True,

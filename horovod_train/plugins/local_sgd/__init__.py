@@ -8,7 +8,7 @@ from pydantic import Field
 
 from horovod_train.config.fields import Count, Section
 from horovod_train.config.support import Refused, StrategySupport
-from horovod_train.frameworks.torch.strategies import NO_FP16, NO_SAMPLES, no_noise_scale
+from horovod_train.frameworks.torch.strategies import NO_FP16, NO_RANDOMNESS_BY_SAMPLE, no_noise_scale
 
 
 class OuterArguments(Section):
@@ -45,6 +45,6 @@ SUPPORT = StrategySupport(
         Refused("allreduce.wire_dtype", "it would round the weights", "use fp32"),
         Refused("allreduce.codec", "it sends no gradients but those of its first steps", "leave it out"),
         *no_noise_scale("ranks do not sum gradients in each step"),
-        NO_SAMPLES,
+        NO_RANDOMNESS_BY_SAMPLE,
     ),
 )

@@ -10,7 +10,7 @@ from horovod_train.config.fields import Count, Section
 from horovod_train.config.support import Refused, StrategySupport
 from horovod_train.frameworks.torch.strategies import (
     NO_FP16,
-    NO_SAMPLES,
+    NO_RANDOMNESS_BY_SAMPLE,
     no_compression,
     no_noise_scale,
 )
@@ -35,7 +35,7 @@ SUPPORT = StrategySupport(
         *no_compression("gradients are sent uncompressed"),
         Refused("train.cuda_graph", "gradients are sent by the host", "leave it out"),
         *no_noise_scale("ranks do not synchronize in each step"),
-        NO_SAMPLES,
+        NO_RANDOMNESS_BY_SAMPLE,
         Refused("optimizer.schedules", "servers update the weights", "leave it out"),
     ),
     lr_follows_rank=True,

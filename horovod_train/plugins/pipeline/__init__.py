@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 from horovod_train.config.fields import Count, Section
 from horovod_train.config.support import Axes, JobSizes, MemoryEstimate, Refused, StrategySupport, estimate
 from horovod_train.frameworks.torch.strategies import (
+    NO_CODECS,
     NO_FP16,
     NO_GRAPHS,
-    NO_RESIDUALS,
-    NO_SAMPLES,
+    NO_RANDOMNESS_BY_SAMPLE,
     no_noise_scale,
 )
 
@@ -80,11 +80,11 @@ def memory(job: JobSizes) -> Mapping[str, MemoryEstimate]:
 STAGES_CANNOT = (
     NO_FP16,
     *no_noise_scale("a rank has a part of the gradient only"),
-    NO_SAMPLES,
+    NO_RANDOMNESS_BY_SAMPLE,
     Refused("train.channels_last", "stages exchange contiguous tensors", "leave it out"),
     Refused("train.compile", "the strategy calls the stages, not the compiled model", "leave it out"),
     NO_GRAPHS,
-    NO_RESIDUALS,
+    NO_CODECS,
 )
 
 SUPPORT = StrategySupport(

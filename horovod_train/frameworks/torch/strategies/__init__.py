@@ -32,7 +32,7 @@ class TensorPlan(Section):
     """Sharding style by module name pattern; null: the model's plan, or the plan of a known module type."""
 
 
-NO_SAMPLES = Refused(
+NO_RANDOMNESS_BY_SAMPLE = Refused(
     "train.randomness",
     "random numbers by sample need a model that each rank calls with whole samples",
     "leave it out, or use allreduce, zero, ddp or fsdp",
@@ -43,7 +43,7 @@ NO_FP16 = Refused(
 NO_GRAPHS = Refused(
     "train.cuda_graph", "collectives of torch.distributed are not captured in CUDA graphs", "leave it out"
 )
-NO_RESIDUALS = Refused(
+NO_CODECS = Refused(
     "allreduce.codec",
     "residuals (unsent parts of gradients) are stored only for whole weights",
     "leave it out",
@@ -66,4 +66,4 @@ def no_compression(reason: str) -> tuple[Refused, ...]:
     )
 
 
-PYTORCH_SUMS = (*no_compression("PyTorch all-reduces uncompressed gradients"), NO_GRAPHS)
+REFUSED_WITH_PYTORCH_SUMS = (*no_compression("PyTorch all-reduces uncompressed gradients"), NO_GRAPHS)

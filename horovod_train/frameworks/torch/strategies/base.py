@@ -4,7 +4,7 @@ Strategy       base class of all strategies, which implements these interfaces:
 GradientSync   gradients and loss of a step, over all ranks
 Updater        update of the weights, and what ranks exchange after it
 LocalState     this rank's part of weights and optimizer state, for checkpoints
-Schedule       order of the passes of a step, for pipelines
+PassSchedule   order of the passes of a step, for pipelines
 
 Capabilities   properties of a strategy that the replica (``step/replica.py``) depends on
 total_norm     norm of gradients, which is as accurate on a CPU as on a GPU
@@ -309,7 +309,7 @@ class LocalState:
             log.warning("the checkpoint's rank state is of another strategy or codec; it is dropped")
 
 
-class Schedule:
+class PassSchedule:
     """Order of the passes of a step; used only if ``owns_schedule``."""
 
     def run_schedule(self, step: PlannedStep, context: PassContext) -> torch.Tensor:
@@ -323,7 +323,7 @@ class Schedule:
         raise NotImplementedError
 
 
-class Strategy(GradientSync, Updater, LocalState, Schedule):
+class Strategy(GradientSync, Updater, LocalState, PassSchedule):
     """Base class of all strategies; its defaults are those of data parallelism over whole replicas.
 
     A strategy is a class, or a function that returns an instance. Its row in ``registry.STRATEGIES``, or its

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from horovod_train.config.fields import Section
 from horovod_train.config.support import StrategySupport
-from horovod_train.frameworks.torch.strategies import PYTORCH_SUMS
+from horovod_train.frameworks.torch.strategies import REFUSED_WITH_PYTORCH_SUMS
 
 
 class Arguments(Section):
@@ -18,5 +18,9 @@ class Arguments(Section):
 
 
 SUPPORT = StrategySupport(
-    f"{__name__}.strategy:Ddp", Arguments, PYTORCH_SUMS, is_verified=True, is_equal_to_accumulation=True
+    f"{__name__}.strategy:Ddp",
+    Arguments,
+    REFUSED_WITH_PYTORCH_SUMS,
+    is_verified=True,
+    is_equal_to_accumulation=True,
 )

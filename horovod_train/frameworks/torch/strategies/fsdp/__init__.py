@@ -11,7 +11,7 @@ from horovod_train.config.fields import Count, Section
 from horovod_train.config.support import JobSizes, MemoryEstimate, Refused, StrategySupport, estimate
 from horovod_train.frameworks.torch.strategies import (
     NO_FP16,
-    PYTORCH_SUMS,
+    REFUSED_WITH_PYTORCH_SUMS,
     Pattern,
     no_noise_scale,
 )
@@ -73,7 +73,7 @@ SUPPORT = StrategySupport(
     f"{__name__}.strategy:Fsdp",
     Arguments,
     (
-        *PYTORCH_SUMS,
+        *REFUSED_WITH_PYTORCH_SUMS,
         NO_FP16,
         *no_noise_scale("PyTorch reduce-scatters gradients during the backward pass"),
         Refused("train.channels_last", "units are gathered as contiguous tensors", "leave it out"),

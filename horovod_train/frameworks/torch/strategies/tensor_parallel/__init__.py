@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from horovod_train.config.fields import Count
 from horovod_train.config.support import Axes, JobSizes, MemoryEstimate, Refused, StrategySupport, estimate
 from horovod_train.frameworks.torch.strategies import (
+    NO_CODECS,
     NO_FP16,
     NO_GRAPHS,
-    NO_RESIDUALS,
-    NO_SAMPLES,
+    NO_RANDOMNESS_BY_SAMPLE,
     TensorPlan,
     no_noise_scale,
 )
@@ -41,8 +41,8 @@ SUPPORT = StrategySupport(
         Refused("train.channels_last", "weights are sharded as contiguous tensors", "leave it out"),
         NO_GRAPHS,
         *no_noise_scale("a rank has a part of the gradient only"),
-        NO_SAMPLES,
-        NO_RESIDUALS,
+        NO_RANDOMNESS_BY_SAMPLE,
+        NO_CODECS,
     ),
     axes=axes,
     is_verified=True,
