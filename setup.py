@@ -23,7 +23,7 @@ setup(
         "horovod_train.plugins.kubernetes": ["*.json"],
         "horovod_train.plugins.report": ["*.js", "*.css"],
         "horovod_train.plugins.serve": ["page_files/*"],
-        "horovod_train.monitor": ["shipped/*"],
+        "horovod_train.plugins.dashboards": ["shipped/*"],
         "horovod_train.tasks": ["*.yaml"],
     },
     install_requires=[

@@ -27,8 +27,8 @@ from horovod_train.config.optimization import LearningRate
 from horovod_train.config.schema import Job
 from horovod_train.events.types import KINDS
 from horovod_train.lr.policy import LearningRatePolicy
-from horovod_train.monitor.rules import recordings_as_markdown
 from horovod_train.monitor.runs import JOB_CATALOG
+from horovod_train.plugins.dashboards.rules import recordings_as_markdown
 from horovod_train.telemetry.catalog import CATALOG, as_markdown
 
 DOCS = Path(__file__).parent

@@ -77,9 +77,9 @@ that the text states.
 SECTIONS = {  # title: introduction, and "file: names" of what is listed
     "Submit and follow jobs": (
         "`import horovod_train as ht`; [service.md](service.md) has examples.",
-        "client/handle: submit job jobs JobHandle JobResult",
+        "client: submit job jobs JobHandle JobResult",
         "launch/base: JobStatus",
-        "client/remote: Client",
+        "plugins/serve/remote: Client",
         "errors: JobFailedError",
     ),
     "Your own training loop": (

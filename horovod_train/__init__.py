@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any
 from horovod_train.version import __version__
 
 if TYPE_CHECKING:
-    from horovod_train.client.handle import JobHandle, JobResult, job, jobs, submit
-    from horovod_train.client.remote import Client
+    from horovod_train.client import JobHandle, JobResult, job, jobs, submit
     from horovod_train.config.optimization import LearningRate
     from horovod_train.errors import JobFailedError
     from horovod_train.frameworks.torch.step.gathering import gather
+    from horovod_train.plugins.serve.remote import Client
     from horovod_train.session import Session, init
 
 _EXPORTS = {
-    "Client": "horovod_train.client.remote",
+    "Client": "horovod_train.plugins.serve.remote",
     "JobFailedError": "horovod_train.errors",
-    "JobHandle": "horovod_train.client.handle",
-    "JobResult": "horovod_train.client.handle",
+    "JobHandle": "horovod_train.client",
+    "JobResult": "horovod_train.client",
     "LearningRate": "horovod_train.config.optimization",
     "Session": "horovod_train.session",
     "gather": "horovod_train.frameworks.torch.step.gathering",
     "init": "horovod_train.session",
-    "job": "horovod_train.client.handle",
-    "jobs": "horovod_train.client.handle",
-    "submit": "horovod_train.client.handle",
+    "job": "horovod_train.client",
+    "jobs": "horovod_train.client",
+    "submit": "horovod_train.client",
 }
 
 __all__ = [

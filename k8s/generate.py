@@ -17,8 +17,7 @@ from typing import Any
 
 from horovod_train.config.load import load_job
 from horovod_train.launch.submit import resolve
-from horovod_train.monitor import rules
-from horovod_train.monitor.push import dashboards
+from horovod_train.plugins.dashboards import dashboards, rules
 from horovod_train.plugins.kubernetes.render import Manifest, as_yaml, render
 
 FOLDER = Path(__file__).parent

@@ -16,9 +16,9 @@ import pytest
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, free_port, write_job
 from support.prometheus import needs_prometheus, prometheus, promtool
 
-from horovod_train.monitor.push import rules_file
-from horovod_train.monitor.rules import RECORDINGS, alerts
-from horovod_train.plugins.grafana import ANNOTATIONS, PAGES
+from horovod_train.plugins.dashboards import rules_file
+from horovod_train.plugins.dashboards.generate import ANNOTATIONS, PAGES
+from horovod_train.plugins.dashboards.rules import RECORDINGS, alerts
 
 pytestmark = [pytest.mark.ranks, needs_prometheus]
 RANKS = 3

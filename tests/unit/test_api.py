@@ -19,8 +19,7 @@ from support.fake_launcher import FakeLauncher, progress, summary, write_events
 from support.waiting import wait_until
 
 import horovod_train as ht
-from horovod_train.client import handle as handle_module
-from horovod_train.client import remote
+from horovod_train import client as client_module
 from horovod_train.errors import (
     ConfigError,
     KeyUsedError,
@@ -34,7 +33,7 @@ from horovod_train.events.file import EVENTS_FILE, EventsFile
 from horovod_train.events.types import Evaluation
 from horovod_train.launch import submit as submitting
 from horovod_train.launch.base import JobStatus
-from horovod_train.plugins.serve import api, web, work
+from horovod_train.plugins.serve import api, remote, web, work
 from horovod_train.plugins.serve import api as streams
 from horovod_train.plugins.serve import web as tokens_module
 from horovod_train.plugins.serve.page import serve_page
@@ -51,12 +50,12 @@ def launcher(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(remote, "PAUSE_S", 0.05)
-    monkeypatch.setattr(handle_module.FileTail, "pause_s", 0.02)
+    monkeypatch.setattr(client_module.FileTail, "pause_s", 0.02)
     monkeypatch.setattr(streams, "STATUS_INTERVAL_S", 0.05)
     monkeypatch.setattr(api, "POLL_S", 0.02)
     monkeypatch.setattr("horovod_train.plugins.serve.work.LOCAL_AGE_S", 0.0)
     made = FakeLauncher()
-    for module in (handle_module, submitting):
+    for module in (client_module, submitting):
         monkeypatch.setattr(module, "launcher_named", lambda name: made)
     return made
 
@@ -468,7 +467,7 @@ class TestEnding:
 
 class TestStatuses:
     def test_of_a_launcher_that_does_not_respond_are_the_last_ones(self, launcher, monkeypatch):
-        job, over = handle_module.LocalJob(handle_module.find_job(ht.submit(JOB).id)), threading.Event()
+        job, over = client_module.LocalJob(client_module.find_job(ht.submit(JOB).id)), threading.Event()
         statuses = Statuses()
         statuses.get(job)
         monkeypatch.setattr(launcher, "status", lambda _: over.wait(10) and JobStatus("failed", 1))
@@ -578,7 +577,7 @@ class TestStreams:
 
         first, second, _ = client.stream(f"/jobs/{job.id}/logs")
         assert (first.id, first.data, second.data) == ("1", "[rank 1] hello", "bye")
-        tail = handle_module.LocalJob(handle_module.find_job(job.id)).tail_of_log("1")
+        tail = client_module.LocalJob(client_module.find_job(job.id)).tail_of_log("1")
         assert [line for _, line in tail.read()] == ["bye"]
 
     def test_say_when_the_output_cannot_be_read(self, client, launcher, monkeypatch):
@@ -683,7 +682,7 @@ class TestOddJobs:
         def missing(name):
             raise UnknownNameError("launcher", name, ["local"])
 
-        monkeypatch.setattr(handle_module, "launcher_named", missing)
+        monkeypatch.setattr(client_module, "launcher_named", missing)
         (job,) = ask(port, "/jobs")[1]["jobs"]
 
         assert (job["id"], job["state"]) == (job_id, "unknown")
@@ -755,7 +754,7 @@ class TestTails:
         times = iter([*range(5000, 5100), *range(1000, 9000)])
         path = tmp_path / EVENTS_FILE
         writer = EventsFile(path, max_bytes=20_000, clock=lambda: float(next(times)))
-        tail, seen = handle_module.FileTail(path, has_times=True), []
+        tail, seen = client_module.FileTail(path, has_times=True), []
         for step in range(1, 400):
             writer.write(progress(step, 1.0), 0)
             seen += [json.loads(line)["step"] for _, line in tail.read()]
@@ -766,21 +765,21 @@ class TestTails:
     def test_of_an_inode_that_is_used_again_do_not_start_in_the_middle(self, tmp_path):
         path = tmp_path / EVENTS_FILE
         write_events(tmp_path, *(progress(step, 1.0) for step in range(1, 6)))
-        (_, position), *_ = [(line, at) for at, line in handle_module.FileTail(path, has_times=True).read()][
+        (_, position), *_ = [(line, at) for at, line in client_module.FileTail(path, has_times=True).read()][
             2:3
         ]
         content = path.read_text().splitlines(keepends=True)
         with path.open("w") as file:  # the same inode
             file.writelines([content[0], *content[2:], *content[:0]])
 
-        rest = handle_module.FileTail(path, position, has_times=True).read()
+        rest = client_module.FileTail(path, position, has_times=True).read()
 
         assert [json.loads(line)["step"] for _, line in rest] == [4, 5]
 
     def test_continue_after_the_file_was_thinned(self, tmp_path):
         times = iter(float(number) for number in range(1, 10_000))
         writer = EventsFile(tmp_path / EVENTS_FILE, max_bytes=20_000, clock=lambda: next(times))
-        tail, seen = handle_module.FileTail(tmp_path / EVENTS_FILE, has_times=True), []
+        tail, seen = client_module.FileTail(tmp_path / EVENTS_FILE, has_times=True), []
         for step in range(1, 400):
             writer.write(progress(step, 1.0), 0)
             if step % 7 == 0:
@@ -797,12 +796,12 @@ class TestTails:
         path = tmp_path / EVENTS_FILE
         write_events(tmp_path, progress(1, 1.0))
 
-        assert len(handle_module.FileTail(path, position, has_times=True).read()) == 1
+        assert len(client_module.FileTail(path, position, has_times=True).read()) == 1
 
     def test_return_an_unfinished_line_only_at_the_end(self, tmp_path):
         path = tmp_path / "run.log"
         path.write_bytes(b"one\ntw")
-        tail = handle_module.FileTail(path)
+        tail = client_module.FileTail(path)
 
         assert [line for _, line in tail.read()] == ["one"]
         assert tail.read() == []
@@ -810,11 +809,11 @@ class TestTails:
         assert tail.read(is_complete=True) == []
 
     def test_read_lines_of_any_length_and_bytes(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(handle_module, "CHUNK_BYTES", 64)
+        monkeypatch.setattr(client_module, "CHUNK_BYTES", 64)
         path = tmp_path / "run.log"
         lines = ["x" * size for size in (0, 1, 63, 64, 65, 1000, 0)] + ["a\x0bb\x85c\u2028d", "\r10 %\r20 %"]
         path.write_bytes("".join(f"{line}\n" for line in lines).encode() + b"\xff\xfe\n")
-        tail, found = handle_module.FileTail(path), []
+        tail, found = client_module.FileTail(path), []
         while new := tail.read():
             found += [line for _, line in new]
 
@@ -823,7 +822,7 @@ class TestTails:
     def test_of_a_log_that_was_replaced_start_again(self, tmp_path):
         path = tmp_path / "run.log"
         path.write_text("one\ntwo\n")
-        tail = handle_module.FileTail(path)
+        tail = client_module.FileTail(path)
         tail.read()
         path.write_text("new\n")
 

@@ -13,7 +13,7 @@ import pytest
 from support.fake_launcher import FakeLauncher, progress, write_events
 
 import horovod_train as ht
-from horovod_train.client import handle
+from horovod_train import client
 from horovod_train.launch import submit as submitting
 from horovod_train.launch.base import JobStatus
 from horovod_train.plugins.serve import web
@@ -40,7 +40,7 @@ def served(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(web.RateLimit, "take", lambda self: 0.0)  # schemathesis sends more than a client may
     launcher = EndedJobs()
-    for module in (handle, submitting):
+    for module in (client, submitting):
         monkeypatch.setattr(module, "launcher_named", lambda name: launcher)
     tokens = tmp_path / "tokens"
     tokens.write_text(f"submit {SUBMIT}\n")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from support.fake_launcher import FakeLauncher, progress, summary, write_events
 
-from horovod_train.client import handle as client
-from horovod_train.client.handle import JobHandle
+from horovod_train import client
+from horovod_train.client import JobHandle
 from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError, JobFailedError, UserError
 from horovod_train.events.types import Evaluation, Notice

@@ -12,7 +12,7 @@ import yaml
 from support.prometheus import needs_prometheus, promtool
 
 from horovod_train.config.load import job_file, load_job
-from horovod_train.monitor.push import dashboards
+from horovod_train.plugins.dashboards import dashboards
 
 DOCKER = Path(__file__).parents[2] / "docker"
 SERVICES = yaml.safe_load((DOCKER / "compose.monitoring.yaml").read_text())["services"]

@@ -14,10 +14,10 @@ from support.launching import free_port
 
 from horovod_train.cli.main import cli
 from horovod_train.errors import OperationalError
-from horovod_train.monitor.push import dashboards
-from horovod_train.monitor.rules import RECORDINGS
 from horovod_train.monitor.runs import JOB_CATALOG
-from horovod_train.plugins.grafana import FOLDER, PAGES, generated
+from horovod_train.plugins.dashboards import dashboards
+from horovod_train.plugins.dashboards.generate import FOLDER, PAGES, generated
+from horovod_train.plugins.dashboards.rules import RECORDINGS
 from horovod_train.telemetry.catalog import CATALOG
 
 TOKEN = "glsa_1"  # noqa: S105

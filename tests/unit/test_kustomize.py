@@ -12,7 +12,7 @@ import pytest
 import yaml
 from support.launching import BIN
 
-from horovod_train.monitor.push import dashboards, rules_file
+from horovod_train.plugins.dashboards import dashboards, rules_file
 from horovod_train.plugins.kubernetes.cluster import check
 
 K8S = Path(__file__).parents[2] / "k8s"

@@ -15,7 +15,7 @@ from support.mpijobs import described
 from support.waiting import wait_until
 
 import horovod_train as ht
-from horovod_train.client import handle
+from horovod_train import client
 from horovod_train.events.wire import summary_lines
 from horovod_train.launch.console import JobConsole
 from horovod_train.plugins.kubernetes import launcher as module
@@ -44,7 +44,7 @@ OUTPUT = output_of_a_pod(ENDED)
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(handle.OutputTail, "pause_s", 0.05)
+    monkeypatch.setattr(client.OutputTail, "pause_s", 0.05)
     monkeypatch.setattr(streams, "STATUS_INTERVAL_S", 0.05)
     monkeypatch.setattr("horovod_train.plugins.serve.work.AGE_S", 0.0)
     monkeypatch.setattr(module, "POLL_S", 0.05)

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from support.prometheus import needs_prometheus, promtool
 
-from horovod_train.monitor.push import rules_file
-from horovod_train.monitor.rules import RECORDINGS, alerts, anchor, document
+from horovod_train.plugins.dashboards import rules_file
+from horovod_train.plugins.dashboards.rules import RECORDINGS, alerts, anchor, document
 from horovod_train.telemetry.catalog import CATALOG
 
 pytestmark = needs_prometheus

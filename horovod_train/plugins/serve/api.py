@@ -30,8 +30,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from horovod_train.client.handle import LocalJob, start
-from horovod_train.client.remote import API
+from horovod_train.client import LocalJob, start
 from horovod_train.errors import (
     HorovodTrainError,
     LaunchError,
@@ -45,6 +44,7 @@ from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import PATIENCE_S, JobStatus, State
 from horovod_train.launch.jobs import find_job, known_jobs
 from horovod_train.monitor.view import finite_or_none
+from horovod_train.plugins.serve.remote import API
 from horovod_train.plugins.serve.work import Statuses, Threads, job_with_files
 
 MAX_FILES = 200

@@ -41,8 +41,8 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from horovod_train.client.remote import API, TOKEN_VARIABLE
 from horovod_train.errors import UserError
+from horovod_train.plugins.serve.remote import API, TOKEN_VARIABLE
 from horovod_train.version import __version__
 
 log = logging.getLogger(__name__)

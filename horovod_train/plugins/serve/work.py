@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from anyio import CapacityLimiter, to_thread
 
-from horovod_train.client.handle import LocalJob, described
+from horovod_train.client import LocalJob, described
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.launch.base import JobStatus

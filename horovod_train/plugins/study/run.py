@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
-from horovod_train.client.handle import JobHandle, LocalJob, start
+from horovod_train.client import JobHandle, LocalJob, start
 from horovod_train.config.load import changed
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError

@@ -17,7 +17,7 @@ from typing import cast
 from urllib.error import HTTPError
 from urllib.parse import quote, urlencode, urlsplit
 
-from horovod_train.client.handle import JobHandle, JobResult
+from horovod_train.client import JobHandle, JobResult
 from horovod_train.config.load import job_file, plain_values, read_tree
 from horovod_train.config.schema import Job
 from horovod_train.errors import (

@@ -1,4 +1,16 @@
-"""Handles of jobs, and access to the jobs behind them.
+"""Python client: start jobs, and observe and end them.
+
+.. code-block:: python
+
+    import horovod_train as ht
+
+    job = ht.submit("spiral.yaml", {"train.epochs": 30, "launch.num_ranks": 4})
+    job.wait()
+    print(job.result().metrics)
+
+All launchers are supported. ``ht.Client`` (``plugins/serve/remote.py``) uses the HTTP API of ``horovod-train
+serve`` instead. A job does not depend on the process that submitted it. Methods block; in an event loop, call
+them in a thread: ``await asyncio.to_thread(job.wait)``.
 
     JobHandle, JobResult          a submitted job, and its result
     JobAccess, LocalJob           interface of the access to a job, and the access on this machine

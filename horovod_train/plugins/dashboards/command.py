@@ -1,8 +1,4 @@
-"""Grafana dashboards and the rule file for Prometheus of this package, and their upload to Grafana.
-
-    push_dashboards   uploads dashboards through Grafana's HTTP API
-    dashboards        the dashboards in this package
-    rules_file        the rule file for Prometheus
+"""Command ``dashboards``, and the upload of dashboards to Grafana through its HTTP API.
 
 Three requests are sufficient for an upload, and client libraries install HTTP stacks that replace
 ``urllib3``, which the Kubernetes client requires.
@@ -11,20 +7,72 @@ Three requests are sufficient for an upload, and client libraries install HTTP s
 from __future__ import annotations
 
 import json
+import os
 import urllib.request
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.client import HTTPException
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
+import click
+
+from horovod_train.cli.options import print_line
 from horovod_train.errors import OperationalError, UserError
-from horovod_train.monitor import rules
+from horovod_train.system.files import write_atomic
 
 FOLDER_UID = "horovod-train"
 TIMEOUT_S = 20.0
 MAX_ANSWER_BYTES = 2**20
+
+
+@click.group(name="dashboards")
+def dashboards_command() -> None:
+    """Export dashboards for Grafana and rules for Prometheus."""
+
+
+@dashboards_command.command(name="export")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--runbook",
+    metavar="URL",
+    help="Address that alerts link to: your copy of docs/runbook.md.",
+    default=None,
+)
+@click.option(
+    "--checkpoint-age",
+    metavar="SECONDS",
+    type=click.FloatRange(min=1),
+    default=3600.0,
+    show_default=True,
+    help="Age of the newest checkpoint above which an alert fires.",
+)
+def export_dashboards(folder: Path, runbook: str | None, checkpoint_age: float) -> None:
+    """Write dashboards (JSON, for Grafana) and rules (YAML, for Prometheus) into FOLDER."""
+    from horovod_train.plugins.dashboards import RULES, dashboards, rules_file
+    from horovod_train.plugins.dashboards.rules import RUNBOOK
+
+    if runbook is not None and not runbook.startswith(("http://", "https://")):
+        raise UserError(f"--runbook {runbook} is not a URL", hint="begin it with https://")
+    texts = {**dashboards(), RULES: rules_file(runbook or RUNBOOK, checkpoint_age)}
+    for name, text in texts.items():
+        write_atomic(folder / name, text, mode=0o644)
+        print_line(folder / name)
+
+
+@dashboards_command.command(name="push")
+@click.argument("url")
+@click.option("--folder", default="horovod_train", show_default=True, help="Title of the folder in Grafana.")
+def push(url: str, folder: str) -> None:
+    """Upload the dashboards to the Grafana at URL. GRAFANA_TOKEN must contain a service account token."""
+    from horovod_train.plugins.dashboards import dashboards
+
+    token = os.environ.get("GRAFANA_TOKEN")
+    if not token:
+        hint = "export GRAFANA_TOKEN=..., the token of a service account that may edit dashboards"
+        raise UserError("GRAFANA_TOKEN is not set", hint=hint)
+    push_dashboards(url, token, dashboards(), folder, print_line)
 
 
 def push_dashboards(
@@ -89,18 +137,3 @@ def _explained(error: Exception) -> str:
         with error:
             return f"{error.code} {error.reason} {error.read(1000).decode(errors='replace')}".strip()
     return str(error) or type(error).__name__
-
-
-RULES = "horovod-train-rules.yaml"
-
-
-def dashboards() -> dict[str, str]:
-    """Return the dashboards in Grafana's import format, by file name."""
-    folder = files("horovod_train.monitor") / "shipped"
-    found = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".json"))
-    return {name: (folder / name).read_text(encoding="utf-8") for name in found}
-
-
-def rules_file(runbook: str = rules.RUNBOOK, checkpoint_age_s: float = rules.CHECKPOINT_AGE_S) -> str:
-    """Return the text of a Prometheus rule file whose alerts link to sections of a runbook."""
-    return rules.as_yaml(rules.document(runbook, checkpoint_age_s))

@@ -1,6 +1,6 @@
-"""Generate Grafana's dashboards and Prometheus's rules in ``horovod_train/monitor/shipped``.
+"""Generate Grafana's dashboards and Prometheus's rules in ``shipped``.
 
-Usage: ``python -m horovod_train.plugins.grafana``.
+Usage: ``python -m horovod_train.plugins.dashboards.generate``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grafana_foundation_sdk.models import heatmap as heatmap_models
 from grafana_foundation_sdk.models import prometheus as prometheus_models
 
 from horovod_train.events.types import PHASES
-from horovod_train.monitor.rules import as_yaml, document
+from horovod_train.plugins.dashboards.rules import as_yaml, document
 from horovod_train.telemetry.catalog import SHOWN_NUMBERS
 
 DATASOURCE = dashboard_models.DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -758,7 +758,7 @@ RANKS_PAGE = Page(
 
 
 PAGES = (JOB_PAGE, RANKS_PAGE, HOSTS_PAGE, FLEET_PAGE)
-FOLDER = Path(__file__).parents[1] / "monitor" / "shipped"
+FOLDER = Path(__file__).parent / "shipped"
 
 
 def generated() -> dict[str, str]:
