@@ -110,7 +110,7 @@ def prepare_evaluations(run: Run) -> None:
     """Count the intervals of evaluations from the start of the training, if the interval has changed."""
     progress, every = run.progress, run.job.evaluation.every
     if progress.evaluation.interval == str(every):
-        # With fewer samples in an epoch than before, intervals in samples begin anew.
+        # With fewer samples in an epoch than before, intervals in samples start again.
         progress.evaluation.number = min(progress.evaluation.number, progress.num_passed(every))
         return
     run.note_passed_evaluation()

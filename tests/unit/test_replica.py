@@ -29,7 +29,7 @@ from horovod_train.frameworks.torch.framework import (
 from horovod_train.frameworks.torch.step import watches as watches_module
 from horovod_train.frameworks.torch.step.averages import Averaging
 from horovod_train.frameworks.torch.step.replica import TorchReplica
-from horovod_train.frameworks.torch.step.watches import Turns, WeightWatch
+from horovod_train.frameworks.torch.step.watches import Rotation, WeightWatch
 from horovod_train.frameworks.torch.strategies.allreduce.strategy import AllreduceStrategy, SingleRankStrategy
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -389,9 +389,9 @@ class TestWritesToWeights:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
     def test_without_a_count_are_noticed_when_it_is_their_turn(self, dtype, only_in_turn):
-        turns = Turns()
+        rotation = Rotation()
         weights = [nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(3)]
-        watches = [WeightWatch(turns) for _ in weights]
+        watches = [WeightWatch(rotation) for _ in weights]
 
         found = [self.written(weights, watches, lambda: weights[1].data.mul_(-1))[1] for _ in range(8)][2:]
 
@@ -399,9 +399,9 @@ class TestWritesToWeights:
 
     @pytest.mark.parametrize("calls", [1, 2])
     def test_each_has_its_turn(self, calls, only_in_turn):
-        turns = Turns()
+        rotation = Rotation()
         weights = [nn.Parameter(torch.ones(4)) for _ in range(5)]
-        watches = [WeightWatch(turns) for _ in weights]
+        watches = [WeightWatch(rotation) for _ in weights]
         order = [0] * calls + [1, 2, 3, 4]  # a unit may be called twice in a pass
 
         found = []
@@ -420,9 +420,9 @@ class TestWritesToWeights:
     def test_of_small_groups_are_noticed_in_each_of_the_first_steps(self, monkeypatch):
         monkeypatch.setattr(watches_module, "SMALL", 8)
         monkeypatch.setattr(watches_module, "NUM_FIRST", 5)
-        turns = Turns()
+        rotation = Rotation()
         weights = [nn.Parameter(torch.ones(num)) for num in (8, 9)]
-        watches = [WeightWatch(turns) for _ in weights]
+        watches = [WeightWatch(rotation) for _ in weights]
 
         def write():
             for weight in weights:
@@ -442,11 +442,11 @@ class TestWritesToWeights:
         def write():
             weight.data.copy_(torch.zeros(9))
 
-        assert self.written([weight], [WeightWatch(Turns())], write) == [True]
+        assert self.written([weight], [WeightWatch(Rotation())], write) == [True]
 
     def test_to_a_weight_that_has_been_released_are_none(self):
         weight = nn.Parameter(torch.ones(4))
-        watch = WeightWatch(Turns())
+        watch = WeightWatch(Rotation())
 
         def release():
             weight.data = torch.empty(0)
@@ -454,8 +454,8 @@ class TestWritesToWeights:
         assert self.written([weight], [watch], release) == [False]
 
     def test_without_weights_take_no_turn(self, only_in_turn):
-        turns = Turns()
-        empty, watch = WeightWatch(turns), WeightWatch(turns)
+        rotation = Rotation()
+        empty, watch = WeightWatch(rotation), WeightWatch(rotation)
         weight = nn.Parameter(torch.ones(4))
 
         found = []
@@ -468,7 +468,7 @@ class TestWritesToWeights:
 
     def test_that_only_change_nan_are_none(self):
         weight = nn.Parameter(torch.full((3,), math.nan))
-        watch = WeightWatch(Turns())
+        watch = WeightWatch(Rotation())
 
         assert not any(self.written([weight], [watch], lambda: None)[0] for _ in range(4))
 

@@ -39,7 +39,7 @@ from horovod_train.frameworks.torch.comm.collectives import broadcast_model
 from horovod_train.frameworks.torch.comm.groups import agree_on_paths
 from horovod_train.frameworks.torch.state.local import LocalTensor, OptimizedParameter
 from horovod_train.frameworks.torch.state.optimizer import check_elementwise, clone_optimizer
-from horovod_train.frameworks.torch.step.watches import Turns, WeightWatch
+from horovod_train.frameworks.torch.step.watches import Rotation, WeightWatch
 from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement
 from horovod_train.frameworks.torch.strategies.ddp.strategy import TorchDistributed
 from horovod_train.frameworks.torch.verify.verification import refuse_hooks_of_parameters
@@ -392,8 +392,8 @@ class DeepSpeed(TorchDistributed):
         self._settings = [dict(group) for group in optimizer.param_groups]
         if self._stage == 3:
             self._announce_gathers(model)
-        turns = Turns()
-        self._weights = [(p, WeightWatch(turns)) for p in model.parameters() if p.requires_grad]
+        rotation = Rotation()
+        self._weights = [(p, WeightWatch(rotation)) for p in model.parameters() if p.requires_grad]
         self._flat = FlatState(model, made, names, self._stage, self._data.rank)
         self._bytes_once = BYTES_OF_WEIGHT * self._num_parameters
 
@@ -407,8 +407,8 @@ class DeepSpeed(TorchDistributed):
         """
         coordinator = self._made.parameter_offload.get_param_coordinator()
         fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
-        turns = Turns()
-        watches = defaultdict[int, WeightWatch](lambda: WeightWatch(turns))
+        rotation = Rotation()
+        watches = defaultdict[int, WeightWatch](lambda: WeightWatch(rotation))
         names = {id(module): name or "the model" for name, module in model.named_modules()}
 
         def pass_of(module: torch.nn.Module, *, forward: bool) -> str:

@@ -180,7 +180,7 @@ class Statuses:
             entry.lock.release()
 
     def forget(self, job: LocalJob) -> None:
-        """Query the status of a job anew at the next call."""
+        """Query the status of a job again at the next call."""
         with self._lock:
             self._entries.pop(job.id, None)
 

@@ -175,7 +175,7 @@ class WatchPythonState(Hook):
             self._state = run.replica.python_state
         if self._state is not None and self._state.not_restored and run.world.rank == 0:
             log.warning(
-                "state that the checkpoint does not contain, and that begins anew: %s",
+                "state that the checkpoint does not contain, and that is initialized again: %s",
                 _joined(dict.fromkeys(self._state.not_restored, "")),
             )
 
@@ -214,7 +214,7 @@ class WatchPythonState(Hook):
         self._reported_unsaved.update(found)
         if found and run.world.rank == 0:
             log.warning(
-                "state that checkpoints do not contain, and that a resume begins anew: %s", _joined(found)
+                "state that checkpoints do not contain, and that a resume initializes again: %s", _joined(found)
             )
 
     def _report_differences(self, run: Run, differences: Mapping[str, str]) -> None:

@@ -110,7 +110,7 @@ SMALL = 2**16
 """Largest number of elements of a small group."""
 
 
-class Turns:
+class Rotation:
     """Gives each group of weights of a model its turn.
 
     Attributes:
@@ -129,12 +129,12 @@ class WeightWatch:
     At the start, the content of each small group is compared, too.
 
     Args:
-        turns: Shared by all groups of weights of a model, among which this is one more; None: only counts of
-            writes are compared.
+        rotation: Shared by all groups of weights of a model, of which this is one; None: only counts of writes
+            are compared.
     """
 
-    def __init__(self, turns: Turns | None) -> None:
-        self._turns = turns
+    def __init__(self, rotation: Rotation | None) -> None:
+        self._rotation = rotation
         self._number: int | None = None
         self._num_begun = 0
         self._before: list[tuple[torch.Tensor, int]] = []
@@ -149,15 +149,15 @@ class WeightWatch:
 
     def _is_turn(self) -> bool:
         """Return whether this group's content is compared: first, and later in turn."""
-        if self._turns is None:
+        if self._rotation is None:
             return False
         if self._number is None:
-            self._number = self._turns.count
-            self._turns.count += 1
+            self._number = self._rotation.count
+            self._rotation.count += 1
         self._num_begun += 1
         if self._num_begun <= NUM_FIRST and sum(weight.numel() for weight, _ in self._before) <= SMALL:
             return True
-        return (self._num_begun + self._number) % self._turns.count == 0
+        return (self._num_begun + self._number) % self._rotation.count == 0
 
     def end(self) -> torch.Tensor | None:
         """Return a weight that was written since ``begin``; None: none was.

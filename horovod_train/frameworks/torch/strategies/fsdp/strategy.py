@@ -49,7 +49,7 @@ from horovod_train.frameworks.torch.state.shards import (
     optimized_parameters,
     squares_of,
 )
-from horovod_train.frameworks.torch.step.watches import Turns, WeightWatch
+from horovod_train.frameworks.torch.step.watches import Rotation, WeightWatch
 from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement
 from horovod_train.frameworks.torch.strategies.ddp.strategy import TorchDistributed
 
@@ -182,10 +182,10 @@ class Fsdp(TorchDistributed):
     def _set_up(self, model: torch.nn.Module, units: Sequence[FSDPModule]) -> None:
         self._paths = agree_on_paths(self._ranks, self._job.health)
         self._used: set[int] = set()  # ids of parameters that have had a gradient in this step
-        turns = Turns()
+        rotation = Rotation()
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                announce_collectives(module, name or "the model", self._paths, self._used, turns)
+                announce_collectives(module, name or "the model", self._paths, self._used, rotation)
         model.register_forward_pre_hook(lambda *_: self._begin_evaluation(), prepend=True)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -303,7 +303,7 @@ class Fsdp(TorchDistributed):
 
 
 def announce_collectives(
-    module: FSDPModule, name: str, paths: PathAgreement, used: set[int], turns: Turns
+    module: FSDPModule, name: str, paths: PathAgreement, used: set[int], rotation: Rotation
 ) -> None:
     """Record a unit's forward and backward passes in the path comparison, before their collectives.
 
@@ -312,7 +312,7 @@ def announce_collectives(
     """
     groups: Any = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001  (no public API)
     for group in groups:
-        watch = WeightWatch(turns)
+        watch = WeightWatch(rotation)
         group.pre_forward = _watched(
             _announced(group.pre_forward, f"the forward pass of {name}", paths), group, watch
         )
