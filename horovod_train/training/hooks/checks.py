@@ -214,7 +214,8 @@ class WatchPythonState(Hook):
         self._reported_unsaved.update(found)
         if found and run.world.rank == 0:
             log.warning(
-                "state that checkpoints do not contain, and that a resume initializes again: %s", _joined(found)
+                "state that checkpoints do not contain, and that a resume initializes again: %s",
+                _joined(found),
             )
 
     def _report_differences(self, run: Run, differences: Mapping[str, str]) -> None:

@@ -129,8 +129,8 @@ class WeightWatch:
     At the start, the content of each small group is compared, too.
 
     Args:
-        rotation: Shared by all groups of weights of a model, of which this is one; None: only counts of writes
-            are compared.
+        rotation: Shared by all groups of weights of a model, of which this is one; None: only counts of
+            writes are compared.
     """
 
     def __init__(self, rotation: Rotation | None) -> None:
