@@ -1,7 +1,7 @@
 # Everything from a bare machine with Python >= 3.11, a C++ compiler and make.
 #
 #   make train    install, build the engine, train the digits task on two ranks
-#   make test     install pytest, and run the strongest tests of each promise (eight minutes)
+#   make test     install pytest, and run the main tests of each feature (seven minutes)
 #   make servers  install sshd, Slurm, Grid Engine, buildah, Prometheus and Chromium for the tests that need them (root, Debian)
 #   make check    lint, types and every test, with all frameworks
 #   make engine-cuda  build an engine for GPUs from PyPI alone, without one at hand, and check it

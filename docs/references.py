@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+import horovod_train
 from horovod_train.cli.main import COMMANDS, cli
 
 PACKAGE = Path(__file__).parents[1] / "horovod_train"
@@ -110,7 +111,11 @@ SECTIONS = {  # title: introduction, and "file: names" of what is listed
         "plugins/mxnet/framework: MxnetTask",
     ),
     "What another package may add": (
-        "Entry points lead to these. [README.md](README.md) lists the groups; `tests/plugin` has examples.",
+        (
+            "Entry points lead to these; hooks have none, and are for changes of this package. "
+            "[README.md](README.md) lists the groups; `tests/plugin` has examples, and the names that it "
+            "imports are kept, too."
+        ),
         "config/support: StrategySupport CodecSupport FrameworkSupport LauncherSupport TrackerSupport Axes",
         "config/support: BatchSystem",
         "frameworks/torch/strategies/base: Strategy",
@@ -158,11 +163,12 @@ def _entry(file: str, name: str) -> Iterator[str]:
 
 
 def _public(module: str, name: str) -> str:
-    """Return the package that exports a name, or its module."""
-    for package in ("horovod_train", module.rpartition(".")[0]):
-        if name in getattr(importlib.import_module(package), "__all__", ()):
-            return package
-    return module
+    """Return the package that exports a name of a module, or the module."""
+    if horovod_train._EXPORTS.get(name) == module:  # noqa: SLF001
+        return "horovod_train"
+    package = module.rpartition(".")[0]
+    exported = getattr(importlib.import_module(package), "__all__", ())
+    return package if package != "horovod_train" and name in exported else module
 
 
 def _nodes(file: str) -> dict[str, ast.FunctionDef | ast.ClassDef]:

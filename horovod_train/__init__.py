@@ -1,6 +1,6 @@
 """Distributed training with Horovod, on one process or a thousand ranks.
 
-``horovod_train.submit()`` starts jobs (``client/``). ``horovod_train.init()`` is the entry point for
+``horovod_train.submit()`` starts jobs (``client.py``). ``horovod_train.init()`` is the entry point for
 user-defined training loops (``session.py``). Exported names are imported on first access, so that
 ``import horovod_train`` is fast.
 """

@@ -219,6 +219,8 @@ class JobHandle:
     def drain(self) -> None:
         """Request the ranks to save a checkpoint and exit, without a time limit; does not wait for it.
 
+        On Kubernetes, ranks have ``launch.grace_s``, and the call waits until the pods have ended.
+
         Raises:
             LaunchError: The launcher of the job runs on another host.
         """

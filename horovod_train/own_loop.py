@@ -171,7 +171,8 @@ class SyncAfterSteps(Hook):
 class Step:
     """One optimizer step: iterate over it for this rank's micro-batches, then call ``finish``.
 
-    A rank without micro-batches (possible in the last step of an epoch) must call ``finish``, too.
+    A rank without micro-batches (possible in a step with fewer than two samples per rank) must call
+    ``finish``, too.
     """
 
     def __init__(self, planned: PlannedStep, run: OwnRun) -> None:

@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from horovod_train.errors import HorovodTrainError, UnknownNameError, UserError
+from horovod_train.errors import HorovodTrainError, UnknownNameError, UserError, result_of
 
 SUPPORT = "SUPPORT"
 """End of the name of an object that declares what a job may ask of a row."""
@@ -122,11 +122,11 @@ def load_attribute(location: str, *, what: str) -> Any:
         UserError: The module cannot be imported or lacks the attribute; the message begins with ``what``.
     """
     module_name, _, attribute = location.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, TypeError, ValueError) as error:
+    module, error = result_of(lambda: importlib.import_module(module_name))
+    if error is not None:
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         raise UserError(
-            f"{what}: cannot import {module_name!r}: {error}",
+            f"{what}: cannot import {module_name!r}: {kind}{error}",
             hint="install the package it comes from, or correct the name",
         ) from error
     try:

@@ -1,7 +1,7 @@
 """Load a job description from a file, the environment and ``--set``, and report all problems.
 
-Only this module makes a job of plain values. ``job_file`` finds the job descriptions that ship with
-this package by name.
+Only this module makes a job of what a user has written. ``job_file`` finds the job descriptions that ship
+with this package by name.
 """
 
 from __future__ import annotations

@@ -94,15 +94,15 @@ class LearningRate(Section):
 
     scaling: ImportPath | Name = AUTO
     """Scaling rule of the rate with the global batch: linear, sqrt, none, legw, adam_sqrt, adascale, or an
-    import path ``file.py:rule``. auto: sqrt for Adam and its relatives; otherwise, and in own loops, linear.
-    """
+    import path ``file.py:rule``. auto: sqrt for Adam and its relatives; linear for SGD and others,
+    and in own loops. It must be set for optimizers without an established rule, such as Lion."""
 
     scale_weight_decay: bool = False
     """Scale the optimizer's ``weight_decay`` so that rate x weight decay x steps per epoch is constant."""
 
     momentum_correction: bool = False
-    """Correct the momentum when the rate changes, for optimizers whose momentum contains the rate (SGD of
-    Keras, TensorFlow and MXNet); that of PyTorch and JAX does not contain it."""
+    """Correct the momentum when the rate changes, for SGD of Keras and TensorFlow, whose momentum contains
+    the rate; that of PyTorch and JAX does not contain it. Refused with MXNet."""
 
     warmup: Duration = Duration(0)
     """Length of the linear ramp from the base rate (or ``warmup_start_lr``)."""

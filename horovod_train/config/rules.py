@@ -686,7 +686,7 @@ SCRIPT_ARGS = {"arguments", "batch_size"}
 # Fields that scripts have; they decide all others themselves.
 OF_SCRIPTS = {
     *("name", "framework", "task", "task_args", "run_dir", "run_dir_access"),
-    *("ema", "metrics", "health", "launch"),
+    *("metrics", "health", "launch"),
 }
 
 

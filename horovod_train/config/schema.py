@@ -190,7 +190,7 @@ class Strategy(Section):
     """Parallelism strategy. ``strategy: zero`` is short for ``strategy: {name: zero}``."""
 
     name: ImportPath | Name = DEFAULT_STRATEGY
-    """Name of the strategy (see docs/strategies.md), or an import path ``module:Class``."""
+    """Name of the strategy (see docs/strategies.md), ``module:Class`` or ``file.py:Class``."""
 
     args: dict[str, Any] = {}
     """Arguments of the strategy."""
@@ -309,8 +309,9 @@ class Health(Section):
 
     one_process: Literal["refuse", "warn", "off"] = "refuse"
     """Compare the gradient of all ranks with that of one process on the same samples (at most 8), after steps
-    1, 2, 4, ..., and every 1,000 steps. refuse: the job ends with exit code 2 if the message says how to
-    remove the cause; other differences are warnings."""
+    1, 2, 4, ..., and every 1,000 steps. refuse: differences that are errors of the training end the job
+    with exit code 2; layers that normalize over the samples of a rank, and losses that compare samples, are
+    warnings (docs/strategies.md)."""
 
     max_clock_offset_s: Seconds = 5.0
     """Maximum clock offset between two hosts, in seconds; with a larger offset, the job does not start."""

@@ -147,12 +147,13 @@ class NoArguments(Section):
 
 @dataclass(frozen=True)
 class WithArguments:
-    """What a strategy or a codec declares.
+    """What a strategy, a codec or a tracker declares.
 
     Attributes:
         factory: ``module:name`` of the class or function.
-        arguments: Model of ``args``; None: arguments are passed to the factory as they are.
-        refused: Fields that it does not support.
+        arguments: Model of ``args``, by which they are checked; None: they are not checked. A strategy is
+            called with all fields of the model, also defaults; a codec or a tracker with what the job sets.
+        refused: Fields that it does not support; those of trackers are not checked.
     """
 
     factory: str = ""
@@ -236,8 +237,8 @@ class Batch(Section):
     """Settings of a batch job. ``run_dir`` must be on a shared filesystem."""
 
     requeue: bool = True
-    """Save and requeue the job one grace period before its time limit, and allow the batch system to requeue
-    it after the failure of a node. A drained job is not requeued."""
+    """Save and requeue the job one grace period before its time limit; where the batch system can requeue a
+    job itself (not Flux), also allow that after the failure of a node. A drained job is not requeued."""
 
     setup: list[OneLine] = []
     """Shell commands at the start of the batch script, such as ``module load cuda``."""
@@ -522,7 +523,7 @@ class MemoryEstimate:
         order: Place among strategies that fit, which orders them by bytes sent and by overlap of
             communication with computation: 0 (allreduce), 10 and 20 (zero), 30 and 40 (fsdp),
             50 (deepspeed), 60 (tensor_parallel), 70 (pipeline). A strategy of another package chooses a
-            number between those of two others.
+            number between those of two others, or above all.
     """
 
     weights: float

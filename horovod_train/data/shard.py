@@ -9,8 +9,9 @@ consecutive slices of (almost) equal length, so
 * n ranks with batch b use the same samples per step as one rank with batch n * b;
 * an interrupted epoch resumes from the cursor alone, with any number of ranks.
 
-The slices of a step differ by at most one sample. A short step at the end is split over fewer ranks, with two
-or more samples each where possible; the other ranks have none. The loss of a
+The slices of a step differ by at most one sample. A step with fewer than two samples per rank (the last one
+of an epoch, or each with a small ``train.global_batch_size``) is split over fewer ranks, with two or more
+samples each where possible; the other ranks have none. The loss of a
 micro-batch is therefore weighted by its part of the step's samples, computed without communication.
 
 ``planned_steps`` yields the optimizer steps of one rank: the samples that it reads, and their batches.

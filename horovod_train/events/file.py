@@ -1,6 +1,6 @@
 """Events in files: ``events.jsonl`` of a run, and transfer of events from ranks to the launcher or agent.
 
-    ChannelWriter, ChannelReader   transfer of events, in files of the run folder on each host
+    ChannelWriter, ChannelReader   transfer of events, in files of the stage folder on each host
     EventsFile                     writer of ``events.jsonl``
     read_events, parsed_records    readers of it
     series_of                      series of steps and evaluations
@@ -10,7 +10,7 @@
 object with ``time_unix_s``, ``rank`` (null: the launcher), ``kind``, and the fields of that kind
 (``types.py``). Readers parse the whole file, so that its size and the number of its lines are limited.
 
-    rank: ChannelWriter -- <run folder>/events-<pid>-<number>.jsonl --> launcher or agent: ChannelReader
+    rank: ChannelWriter -- <stage folder>/events-<pid>-<number>.jsonl --> launcher or agent: ChannelReader
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_READ_BYTES = 2**20
 
 
 class ChannelWriter:
-    """Writer of the events of this process, in the run folder.
+    """Writer of the events of this process, in the stage folder (``LaunchRequest.stage``).
 
     Events are separate from the output of ranks, which may block or end in an unfinished line. Each file
     has one writer. The writer starts a new file when the current file is large, so that the reader may

@@ -2,6 +2,7 @@
 
 <run folder>/state.json                              written by the launcher
 $XDG_STATE_HOME/horovod_train/jobs/<job id>.json     written before a job is started, and when it is
+$XDG_STATE_HOME/horovod_train/jobs/ended/<job id>.json  final state, of launchers that do not keep it
 $XDG_STATE_HOME/horovod_train/jobs/keys/<SHA-256>     job that was started with an idempotency key
 """
 

@@ -120,7 +120,7 @@ def orte(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Star
     """Return a start by ORTE, the process manager of Open MPI 4 and Spectrum MPI.
 
     =============  ==================================================================================
-    hosts, slots   ``-H host:slots``; in an allocation, ORTE reads it (Slurm, PBS, Grid Engine)
+    hosts, slots   ``-H host:slots``; in Slurm none, because ORTE reads the allocation
     environment    passed to ranks on this host; other hosts have the environment file of the run
     binding        ``--bind-to none``: ranks bind themselves (``launch.cpu_binding``)
     output         ``--tag-output``: ``[1,RANK]<stdout>:``
@@ -169,7 +169,7 @@ def prrte(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
     """Return a start by PRRTE, the process manager of Open MPI 5.
 
     =============  ==================================================================================
-    hosts, slots   ``-H host:slots``; in an allocation, PRRTE reads it (Slurm, PBS, Grid Engine, LSF)
+    hosts, slots   ``-H host:slots``; in Slurm none, because PRRTE reads the allocation
     environment    passed to ranks on this host; other hosts have the environment file of the run
     binding        ``--bind-to none``: ranks bind themselves (``launch.cpu_binding``)
     output         ``--output tag``: ``[1,RANK]<stdout>: ``, with a space that ORTE does not print
@@ -209,8 +209,8 @@ def hydra(mpi: Mpi, request: LaunchRequest, hosts: Sequence[Host] | None) -> Sta
     """Return a start by Hydra, the process manager of MPICH, Intel MPI and MVAPICH.
 
     =============  ==================================================================================
-    hosts, slots   ``-hosts host:slots`` (Intel MPI: ``-machinefile``); in an allocation, Hydra reads it
-                   (Slurm, PBS, Grid Engine, LSF)
+    hosts, slots   ``-hosts host:slots`` (Intel MPI: ``-machinefile``); in Slurm none, because Hydra reads
+                   the allocation
     environment    passed to ranks on all hosts; other hosts also have the environment file of the run
     binding        ``-bind-to none`` (Intel MPI: I_MPI_PIN=0): ranks bind themselves (``launch.cpu_binding``)
     output         ``-prepend-pattern``: ``[RANK]<stdout>:``, also for standard error

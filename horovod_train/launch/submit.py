@@ -109,7 +109,7 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
     plan = launcher.plan(request)
     own = {request.log_dir / "job.json": dump_job(request.job)} if launcher.has_local_files else {}
     elastic = request.job.launch.elastic
-    note = ""
+    note = plan.note
     if elastic is not None and elastic.discover is not None and launcher.has_local_files:
         note = f"hosts: the output of `{elastic.discover}`, which is called repeatedly during the run"
     return replace(plan, files={**own, **plan.files}, note=note)

@@ -82,8 +82,8 @@ def adascale(k: float) -> Scaled:
 
     A step on the large batch counts as ``gain`` steps on the reference batch: the schedule follows this
     scale-invariant progress, and training ends when the progress reaches ``train.epochs``. It therefore uses
-    up to k / gain times as many samples. If gradients are mostly noise, the gain is k, as under linear
-    scaling; if they have no noise, it is 1.
+    about k / gain times as many samples, at most k times. If gradients are mostly noise, the gain is k, as
+    under linear scaling; if they have no noise, it is 1.
 
     Source: Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed Training",
     arXiv:2007.05105.

@@ -86,7 +86,7 @@ class Schedule(Section):
 
     @property
     def durations(self) -> Sequence[Duration]:
-        """All durations and positions of the schedule."""
+        """All fields that are durations or positions; ``in_epochs`` converts them."""
         return ()
 
     def in_epochs(self, convert: Callable[[Duration], Duration], warmup: Duration) -> Self:

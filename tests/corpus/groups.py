@@ -30,7 +30,7 @@ class GroupsReversed(Groups):
 
 
 class GroupsLamb(Case):
-    """LAMB, with biases in a first group that is plain Adam (no trust ratio), as is usual"""
+    """groups as for LAMB: biases in a first group with a setting that other optimizers ignore"""
 
     def net(self):
         return MLP()

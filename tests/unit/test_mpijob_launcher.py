@@ -459,6 +459,26 @@ def test_a_drained_job_is_suspended_and_stays(api):
     assert MpiJobLauncher().status(job).state == "preempted"
 
 
+def test_a_job_goes_on_though_a_pod_was_evicted(api):
+    """The operator marks the MPIJob as failed, without a time of completion, and leaves it so."""
+    api.operator = trains
+    job = submit(api)
+    evicted = {
+        "type": "Failed",
+        "status": "True",
+        "reason": "MPIJobEvicted",
+        "message": "1/2 workers are evicted",
+    }
+    api.objects["mpijobs", "digits"]["status"]["conditions"].append(evicted)
+
+    assert MpiJobLauncher().status(job).state == "running"
+    with pytest.raises(LaunchError, match="there is one already: running"):
+        submit(api)
+
+    api.objects["mpijobs", "digits"]["status"]["completionTime"] = "2026-11-30T00:00:00Z"
+    assert MpiJobLauncher().status(job).state == "failed"
+
+
 def test_a_job_in_a_queue_of_kueue_is_not_drained(api):
     """Kueue starts a suspended job again while its Workload is admitted."""
     api.operator = trains

@@ -95,8 +95,8 @@ class BucketExchange:
 class Codec:
     """Base class of codecs.
 
-    A codec is a module of this package (or of another package) and one row of ``registry.CODECS``. It
-    creates one ``BucketExchange`` per bucket.
+    A codec is a class, or a function that returns one, and one row of ``registry.CODECS`` or an entry point.
+    It creates one ``BucketExchange`` per bucket.
 
     Attributes:
         rules: How a state is loaded on another number of ranks, by the second item of its ``StateKey``.

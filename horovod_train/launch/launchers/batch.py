@@ -5,8 +5,8 @@
                          process
     BatchStatus          state of a job in a batch system
 
-The docstring of each launcher lists the programs that it calls. A job that continues after its time limit is
-requeued, or another job is submitted that starts after its end (``put_back``).
+A job that continues after its time limit is requeued, or another job is submitted that starts after its end
+(``put_back``).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Follower(ABC):
 
     @abstractmethod
     def handle(self, line: Line) -> None:
-        """Process one line. A line without rank is from the launcher."""
+        """Process one line; the launcher's own have ``is_launchers``. The rank of a line may be unknown."""
 
     def close(self) -> None:  # noqa: B027  (optional)
         """Finish the work at the end of an attempt."""

@@ -23,6 +23,8 @@ from horovod_train.plugins.kubernetes.settings import KUEUE, NAME, Kubernetes, n
 
 PODS_TIMEOUT_S = 900.0
 POLL_S = 2.0
+PULL_KEY = ".dockerconfigjson"
+"""Key in a Secret of the type ``kubernetes.io/dockerconfigjson``."""
 NEEDED = (
     *((verb, GROUP, PLURAL) for verb in ("create", "get", "list", "patch", "delete")),
     *((verb, "", "configmaps") for verb in ("create", "get")),
@@ -117,9 +119,7 @@ def _job_requirements(cluster: Cluster, job: Job) -> Iterator[Finding]:
         name, _, key = source.partition(":")[2].partition("/")
         yield _checked("secret", source, partial(_secret, cluster, name, key))
     for name in kubernetes.image_pull_secrets:
-        yield _checked(
-            "pull secret", name, partial(_secret, cluster, name, ".dockerconfigjson", "pull secret")
-        )
+        yield _checked("pull secret", name, partial(_secret, cluster, name, PULL_KEY, "pull secret"))
     if kubernetes.queue is not None:
         yield _checked("queue", kubernetes.queue, partial(_queue, cluster, kubernetes.queue))
     if kubernetes.pod_monitor:
@@ -158,7 +158,10 @@ def _secret(cluster: Cluster, name: str, key: str, what: str = "secret") -> Find
     if found is not None and key in section(found, "data"):
         return Finding("", what, f"{name} has {key}")
     missing = f"there is no {name} in {cluster.namespace}" if found is None else f"{name} has no {key}"
-    return Finding("", what, missing, "fail", f"kubectl create secret generic {name} --from-file={key}")
+    fix = f"kubectl create secret generic {name} --from-file={key}"
+    if key == PULL_KEY:
+        fix = f"kubectl create secret docker-registry {name} --docker-server=... --docker-username=..."
+    return Finding("", what, missing, "fail", fix)
 
 
 def _queue(cluster: Cluster, name: str) -> Finding:

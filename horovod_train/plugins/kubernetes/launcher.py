@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -76,11 +76,7 @@ def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
     name = text(mpi_job, "metadata", "name")
     if (going := _termination_status(mpi_job, cluster)) is not None:
         return going
-    conditions = {
-        text(condition, "type"): text(condition, "message")
-        for condition in sections(mpi_job, "status", "conditions")
-        if field(condition, "status") == "True"
-    }
+    conditions = {text(each, "type"): text(each, "message") for each in _conditions(mpi_job)}
     if "Succeeded" in conditions:
         return JobStatus("succeeded", 0)
     if "Failed" in conditions:
@@ -93,11 +89,26 @@ def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
     return _before_running(mpi_job, cluster, is_accepted="Created" in conditions)
 
 
+def _conditions(mpi_job: Manifest) -> list[Mapping[str, object]]:
+    """Return the conditions of an MPIJob that are true.
+
+    When a pod is evicted, the operator marks the MPIJob as failed and does not remove the mark, although the
+    job goes on: only the end of the launcher sets the completion time.
+    """
+    is_complete = bool(field(mpi_job, "status", "completionTime"))
+    return [
+        condition
+        for condition in sections(mpi_job, "status", "conditions")
+        if field(condition, "status") == "True"
+        and (is_complete or field(condition, "reason") != "MPIJobEvicted")
+    ]
+
+
 def ended_at(mpi_job: Manifest) -> datetime | None:
     """Return the completion time of an MPIJob by the operator; None: not completed, or unknown."""
-    for condition in sections(mpi_job, "status", "conditions"):
+    for condition in _conditions(mpi_job):
         has_ended = field(condition, "type") in ("Succeeded", "Failed")
-        if has_ended and field(condition, "status") == "True" and "lastTransitionTime" in condition:
+        if has_ended and "lastTransitionTime" in condition:
             return datetime.fromisoformat(text(condition, "lastTransitionTime"))
     return None
 
@@ -215,7 +226,7 @@ def _between_launchers(pods: Sequence[Pod]) -> str:
         return ""
     return (
         f"its launcher has failed {len(failed)} time(s); Kubernetes starts the next one after a pause that "
-        "doubles each time, up to 6 minutes"
+        "doubles each time, up to ten minutes"
     )
 
 
@@ -269,9 +280,9 @@ class MpiJobLauncher(PolledLauncher):
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
         """Create the job; return ``namespace/name/uid``.
 
-        The objects are validated by a server-side dry run first. The MPIJob becomes the owner of all other
-        objects. A finished or drained MPIJob of this name is deleted first. If an earlier call for this run
-        was interrupted, the missing objects are created.
+        A finished or drained MPIJob of this name, and expired ones, are deleted first; then the server
+        validates the objects in a dry run. The MPIJob becomes the owner of all other objects. If an earlier
+        call for this run was interrupted, the missing objects are created.
 
         Raises:
             LaunchError: The API server or the operator rejects the job; contains their message.

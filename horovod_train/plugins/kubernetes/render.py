@@ -346,7 +346,7 @@ def _scrape_annotations(job: Job) -> dict[str, str]:
 
 
 def _placement(job: Job) -> Manifest:
-    """Return the placement of workers. The launcher avoids spot nodes, because its loss ends the job."""
+    """Return the placement of workers. The launcher tolerates no spot taint: its loss stops all ranks."""
     kubernetes = job.launch.settings(Kubernetes)
     placement: Manifest = {}
     tolerations = [

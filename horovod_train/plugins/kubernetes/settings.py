@@ -167,7 +167,8 @@ class Kubernetes(Section):
     """Tolerations of workers."""
 
     spot: bool = False
-    """Allow workers, but not the launcher, on spot nodes (AKS, EKS, GKE)."""
+    """Let workers, but not the launcher, tolerate the spot taints of AKS, EKS and GKE. Nodes without the
+    taint take both."""
 
     topology_spread: QualifiedName | None = None
     """Node label over whose values workers are spread evenly, such as topology.kubernetes.io/zone."""

@@ -455,7 +455,7 @@ class JobsApi:
     async def drain(self, job_id: JobIdParam, folder: Folder = None) -> JobDocument:
         """Request the ranks to save a checkpoint and exit with code 75, without a time limit.
 
-        On Kubernetes, they have `launch.grace_s`, and the request ends when the pods have ended.
+        On Kubernetes, they have `launch.grace_s`. The response is sent after five seconds at the latest.
 
         The whole ID of the job is required.
         """

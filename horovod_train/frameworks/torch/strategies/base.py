@@ -346,7 +346,7 @@ class Strategy(GradientSync, Updater, LocalState, PassSchedule):
             or update, if ``owns_update``: replaces these three and the optimizer's step
           after_update       after the optimizer's step, or after a skipped step
         at a checkpoint, when ``replicas_identical``: local_tensors, optimized, rank_state
-        to resume    load_optimizer, load_rank_states, after ``bind`` and before the first step
+        to resume    load_optimizer, load_rank_states: after ``bind``, before the first step, or between two
         close        detaches all hooks: Lightning uses the model after training
 
     Attributes:

@@ -266,7 +266,8 @@ class Finding:
     Attributes:
         text: What was found.
         hint: What the user can do.
-        is_refused: The product can train the model as one process does, if the user follows the hint.
+        is_refused: Ends the job with ``health.one_process: refuse``. False for models whose difference may be
+            intended: a warning.
     """
 
     text: str

@@ -11,7 +11,8 @@ class Arguments(Section):
     """Arguments of PyTorch's DistributedDataParallel."""
 
     find_unused_parameters: bool | None = None
-    """Find parameters without a gradient in each step; null: only if the first step has such parameters."""
+    """Find parameters without a gradient in each step; null: if the first verified step has such parameters,
+    and false without verification."""
 
     static_graph: bool = False
     """Assume that each step uses the same parameters in the same order."""
