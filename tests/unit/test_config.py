@@ -120,6 +120,14 @@ class TestReading:
 
         assert job.task == f"{tmp_path}/mine.py:Task"
 
+    @pytest.mark.parametrize("section", [{"train": {"epochs": 2}}, {"ema": {"decay": 0.9}}])
+    def test_a_script_has_no_sections_that_it_decides(self, tmp_path, section):
+        (tmp_path / "train.py").write_text("print()\n")
+        document = {"name": "s", "framework": "script", "task": "train.py:__main__", **section}
+
+        with pytest.raises(ConfigError, match="is not for scripts, which decide it themselves"):
+            load_job(job_file(tmp_path, document), environ={})
+
     def test_a_script_has_the_defaults_of_sections_that_it_decides(self, tmp_path):
         (tmp_path / "train.py").write_text("print()\n")
         document = {"name": "s", "framework": "script", "task": "train.py:__main__"}

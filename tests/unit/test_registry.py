@@ -72,6 +72,16 @@ def test_a_broken_row_is_an_error_for_who_names_it(monkeypatch, table, value, sa
     assert table.load("ours")([1]) == "[1]"
 
 
+def test_a_row_whose_module_fails_affects_only_jobs_that_use_it(monkeypatch, tmp_path, table):
+    (tmp_path / "broken_package.py").write_text("import json\njson.no_such\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    offered(monkeypatch, theirs="broken_package:SUPPORT")
+
+    assert table.support_or_none("theirs") is None
+    with pytest.raises(UserError, match=r"cannot import 'broken_package': AttributeError: .*no_such"):
+        table.load("theirs")
+
+
 def test_a_class_is_made_from_a_file(tmp_path):
     file = tmp_path / "own_optimizers.py"
     file.write_text("def twice(lr):\n    return 2 * lr\n")
