@@ -25,9 +25,8 @@ def launcher_options(command: Command) -> Command:
     for name, support in launchers_with_support():
         if support.examine:
             text = f"Check where the launcher {name} starts ranks; with JOB, what the job needs there."
-            command = click.option(f"--{support.section or name}", "examined", flag_value=name, help=text)(
-                command
-            )
+            option = f"--{support.section or name}"
+            command = click.option(option, "examined", flag_value=name, help=text)(command)
     return command
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 
 from horovod_train.config.fields import Section
-from horovod_train.config.problems import explain
+from horovod_train.config.problems import UNKNOWN_FIELD, explain
 from horovod_train.config.schema import Job, Strategy, Train
 from horovod_train.config.support import Axes, WithArguments, strategy_support
 from horovod_train.errors import HorovodTrainError, Problem
@@ -85,11 +85,21 @@ class ArgumentField:
             for problem in explain(error, model):
                 yield self._with_owners(problem, path or self.path)
 
+    def _owners(self, argument: str) -> list[str]:
+        return [name for name, model in self.models() if argument in model.model_fields]
+
+    def with_hint(self, problem: Problem) -> Problem:
+        """Return the problem; for a field of the section that is an argument of a row, the hint says so."""
+        section, _, name = problem.path.rpartition(".")
+        if problem.message != UNKNOWN_FIELD or section != self.section or not self._owners(name):
+            return problem
+        return replace(problem, hint=f"did you mean {self.path}.{name}?")
+
     def _with_owners(self, problem: Problem, field: str) -> Problem:
         """Return the problem with its whole path and, for an argument of other rows, with their names."""
         path, hint = f"{field}.{problem.path}", problem.hint
-        if problem.message == "is not a known field":
-            owners = [name for name, model in self.models() if problem.path in model.model_fields]
+        if problem.message == UNKNOWN_FIELD:
+            owners = self._owners(problem.path)
             hint = f"it belongs to {self.name}: {' or '.join(owners)}" if owners else hint
         return replace(problem, path=path, hint=hint)
 
@@ -103,12 +113,8 @@ ARGUMENT_FIELDS = (STRATEGY_ARGS, CODEC_ARGS, DECAY_ARGS, TRACKER_ARGS)
 
 def with_argument_hint(problem: Problem) -> Problem:
     """Return a problem; if it is an unknown field of a section that is an argument, the hint says so."""
-    section, _, name = problem.path.rpartition(".")
-    fields = [field for field in ARGUMENT_FIELDS if field.section == section]
-    if problem.message == "is not a known field":
-        for field in fields:
-            if any(name in model.model_fields for _, model in field.models()):
-                return replace(problem, hint=f"did you mean {field.path}.{name}?")
+    for field in ARGUMENT_FIELDS:
+        problem = field.with_hint(problem)
     return problem
 
 

@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from horovod_train.errors import Problem, did_you_mean
 
 MAX_SHOWN_CHARS = 60
+UNKNOWN_FIELD = "is not a known field"
 
 # Messages by pydantic's error type; {} fields are filled from the error's context.
 SENTENCES = {
@@ -138,7 +139,7 @@ def _explain_one(details: ErrorDetails, model: type[BaseModel]) -> Problem:
     if kind == "extra_forbidden":
         key, known = str(location[-1]), _fields_at(model, location[:-1])
         hint = did_you_mean(key, known) or f"known here: {', '.join(sorted(known))}"
-        return Problem(path, found, "is not a known field", hint)
+        return Problem(path, found, UNKNOWN_FIELD, hint)
     if kind == "string_pattern_mismatch":
         names = [part for part in location if isinstance(part, str) and part in PATTERN_HINTS]
         allowed = PATTERN_HINTS[names[-1]] if names else details["ctx"]["pattern"]

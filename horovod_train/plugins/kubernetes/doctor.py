@@ -23,8 +23,6 @@ from horovod_train.plugins.kubernetes.settings import KUEUE, NAME, Kubernetes, n
 
 PODS_TIMEOUT_S = 900.0
 POLL_S = 2.0
-PULL_KEY = ".dockerconfigjson"
-"""Key in a Secret of the type ``kubernetes.io/dockerconfigjson``."""
 NEEDED = (
     *((verb, GROUP, PLURAL) for verb in ("create", "get", "list", "patch", "delete")),
     *((verb, "", "configmaps") for verb in ("create", "get")),
@@ -119,7 +117,7 @@ def _job_requirements(cluster: Cluster, job: Job) -> Iterator[Finding]:
         name, _, key = source.partition(":")[2].partition("/")
         yield _checked("secret", source, partial(_secret, cluster, name, key))
     for name in kubernetes.image_pull_secrets:
-        yield _checked("pull secret", name, partial(_secret, cluster, name, PULL_KEY, "pull secret"))
+        yield _checked("pull secret", name, partial(_pull_secret, cluster, name))
     if kubernetes.queue is not None:
         yield _checked("queue", kubernetes.queue, partial(_queue, cluster, kubernetes.queue))
     if kubernetes.pod_monitor:
@@ -153,14 +151,21 @@ def _claim(cluster: Cluster, name: str) -> Finding:
     return Finding("", "claim", summary, "warn", fix)
 
 
-def _secret(cluster: Cluster, name: str, key: str, what: str = "secret") -> Finding:
+def _secret(cluster: Cluster, name: str, key: str) -> Finding:
+    fix = f"kubectl create secret generic {name} --from-file={key}"
+    return _key_of_secret(cluster, "secret", name, key, fix)
+
+
+def _pull_secret(cluster: Cluster, name: str) -> Finding:
+    fix = f"kubectl create secret docker-registry {name} --docker-server=... --docker-username=..."
+    return _key_of_secret(cluster, "pull secret", name, ".dockerconfigjson", fix)
+
+
+def _key_of_secret(cluster: Cluster, what: str, name: str, key: str, fix: str) -> Finding:
     found = cluster.read("Secret", name)
     if found is not None and key in section(found, "data"):
         return Finding("", what, f"{name} has {key}")
     missing = f"there is no {name} in {cluster.namespace}" if found is None else f"{name} has no {key}"
-    fix = f"kubectl create secret generic {name} --from-file={key}"
-    if key == PULL_KEY:
-        fix = f"kubectl create secret docker-registry {name} --docker-server=... --docker-username=..."
     return Finding("", what, missing, "fail", fix)
 
 

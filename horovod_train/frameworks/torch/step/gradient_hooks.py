@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 Hooks = MutableMapping[int, Callable[..., Any]]
-NONE: tuple[Hooks, Hooks] = {}, {}
 
 
 class _Deferred:
@@ -53,8 +52,7 @@ class GradientHooks:
         Must be called before the first backward pass of each step.
         """
         for parameter in self._parameters():
-            if hooks := _of_tensor(parameter):
-                _defer(hooks)
+            _defer(_of_tensor(parameter))
 
     @torch.no_grad()
     def call(self) -> None:
@@ -64,7 +62,7 @@ class GradientHooks:
         """
         for parameter in self._parameters():
             found = hooks_of(parameter)
-            if found == NONE:  # called in each step: most parameters have no hooks
+            if not any(found):  # called in each step: most parameters have no hooks
                 continue
             hooks, later = map(_deferred, found)
             if (gradient := parameter.grad) is None or not (hooks or later):
