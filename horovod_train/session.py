@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from horovod_train.collectives.base import mean_over_ranks
 from horovod_train.config.load import job_from
 from horovod_train.config.optimization import Checkpoint, LearningRate
 from horovod_train.config.schema import Data
-from horovod_train.data.shard import eval_micro_batches, num_steps
+from horovod_train.data.shard import EvalMicroBatches, InOrder, num_steps
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.devices import join
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
@@ -137,8 +136,8 @@ class Session(SessionBase):
         replica.sync_buffers()
         reader = TorchReader(dataset, Data(), self._job.train.seed, Placement(self.device))
         ranks = self._mesh.data
-        mine = eval_micro_batches(len(reader), batch_size, ranks.rank, ranks.size)
-        return reader.read(0, np.arange(len(reader)), mine)
+        mine = EvalMicroBatches(len(reader), batch_size, ranks.rank, ranks.size)
+        return reader.read(0, InOrder(len(reader)), mine)
 
     def mean(self, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
         """Return exact means over all ranks, from each rank's sums and counts; every rank must call it."""

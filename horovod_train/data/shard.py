@@ -14,22 +14,47 @@ of an epoch, or each with a small ``train.global_batch_size``) is split over few
 samples each where possible; the other ranks have none. The loss of a
 micro-batch is therefore weighted by its part of the step's samples, computed without communication.
 
-``planned_steps`` yields the optimizer steps of one rank: the samples that it reads, and their batches.
+``PlannedSteps`` are the optimizer steps of one rank: the samples that it reads, and their batches. Plans and
+orders cost nothing until they are read, so that an epoch may have any number of samples.
 ``WAITING`` contains the start time of this rank's current wait for data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
-Order = npt.NDArray[np.int64]
-"""The samples of an epoch in the order in which they are used, shape [num_samples]."""
+
+class Order(Protocol):
+    """The samples of an epoch in the order in which they are used."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def __getitem__(self, places: slice, /) -> npt.NDArray[np.int64]:
+        """Return the samples at some places."""
+        ...
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """The samples in the order of the dataset. Numbers are computed when they are needed."""
+
+    num_samples: int
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, places: slice, /) -> npt.NDArray[np.int64]:
+        return np.arange(*places.indices(self.num_samples), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -78,13 +103,13 @@ class StepShare:
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> Order:
-    """Return the order of an epoch, shape [num_samples]: a permutation of 0 .. num_samples - 1.
+    """Return the order of an epoch: a permutation of 0 .. num_samples - 1.
 
     A resumed job must compute the same order: NumPy guarantees that the stream of the legacy ``RandomState``
-    never changes, while newer generators may change between releases. Uses 8 bytes per sample.
+    never changes, while newer generators may change between releases. Uses 8 bytes per sample if shuffled.
     """
     if not shuffle:
-        return np.arange(num_samples, dtype=np.int64)
+        return InOrder(num_samples)
     return np.random.RandomState([seed, epoch]).permutation(num_samples).astype(np.int64, copy=False)
 
 
@@ -144,39 +169,90 @@ def share_of_step(
     return StepShare(cursor, num_samples, tuple(micro_batches))
 
 
-def steps_of_epoch(
-    *,
-    num_samples: int,
-    cursor: int,
-    batch_size_per_rank: int,
-    accumulation_steps: int,
-    rank: int,
-    size: int,
-    equal_micro_batches: bool = False,
-    batch_size_at: Callable[[int], int] | None = None,
-) -> Iterator[StepShare]:
-    """Yield a rank's part of every step from a cursor to the end of the epoch.
+class StepsOfEpoch(Sequence[StepShare]):
+    """A rank's part of every step from a cursor to the end of the epoch. Each is computed when it is read.
 
-    A step has ``batch_size_at(cursor)`` samples, at most ``batch_size_per_rank`` x ``accumulation_steps`` x
-    ``size``, which is the default.
+    A step has ``global_batch_size`` samples, or fewer while the batch grows, or at the end of the epoch.
 
-    Every rank yields the same number of steps with the same cursors, so that all ranks take part in every
+    Every rank has the same number of steps with the same cursors, so that all ranks take part in every
     collective. With ``equal_micro_batches``, the number of micro-batches is equal, too.
+
+    Args:
+        num_samples: Samples of the epoch.
+        cursor: Samples used before, over all ranks.
+        batch_size_per_rank: Maximum number of samples of a micro-batch.
+        accumulation_steps: Maximum number of micro-batches of a rank.
+        rank: The rank.
+        size: Number of ranks.
+        equal_micro_batches: See ``share_of_step``.
+        global_batch_size: Samples of a step; None: the maximum, ``batch_size_per_rank`` x
+            ``accumulation_steps`` x ``size``.
+        batch_size_at: Returns the samples of the step that begins at a cursor, which do not decrease until
+            they are ``global_batch_size``; None: they are from the start.
+        max_steps: Maximum number of steps; None: no limit.
     """
-    global_batch = batch_size_per_rank * accumulation_steps * size
-    while cursor < num_samples:
-        wanted = global_batch if batch_size_at is None else batch_size_at(cursor)
-        taken = min(wanted, num_samples - cursor)
-        yield share_of_step(
-            cursor,
-            taken,
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        cursor: int,
+        batch_size_per_rank: int,
+        accumulation_steps: int,
+        rank: int,
+        size: int,
+        equal_micro_batches: bool = False,
+        global_batch_size: int | None = None,
+        batch_size_at: Callable[[int], int] | None = None,
+        max_steps: int | None = None,
+    ) -> None:
+        self._num_samples = num_samples
+        self._batch_size = global_batch_size or batch_size_per_rank * accumulation_steps * size
+        self._share = partial(
+            share_of_step,
             batch_size=batch_size_per_rank,
             accumulation_steps=accumulation_steps,
             rank=rank,
             size=size,
             equal_micro_batches=equal_micro_batches,
         )
-        cursor += taken
+        most = math.inf if max_steps is None else max_steps
+        self._growing: list[int] = []  # cursors of the steps before the batch has its full size
+        while batch_size_at is not None and cursor < num_samples and len(self._growing) < most:
+            wanted = batch_size_at(cursor)
+            if wanted >= self._batch_size:
+                break
+            self._growing.append(cursor)
+            cursor += min(wanted, num_samples - cursor)
+        self._full_from = cursor
+        total = len(self._growing) + num_steps(num_samples, cursor, self._batch_size)
+        self._length = int(min(total, most))
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, place: int) -> StepShare: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[StepShare]: ...
+
+    def __getitem__(self, place: int | slice) -> StepShare | Sequence[StepShare]:
+        """Return a step, or a list of steps."""
+        numbers = range(self._length)[place]
+        return self._step(numbers) if isinstance(numbers, int) else [self._step(each) for each in numbers]
+
+    def _step(self, number: int) -> StepShare:
+        cursor = self._cursor_of(number)
+        return self._share(cursor, min(self._cursor_of(number + 1), self._num_samples) - cursor)
+
+    def _cursor_of(self, number: int) -> int:
+        num_growing = len(self._growing)
+        return (
+            self._growing[number]
+            if number < num_growing
+            else self._full_from + (number - num_growing) * self._batch_size
+        )
 
 
 def num_steps(num_samples: int, cursor: int, global_batch_size: int) -> int:
@@ -188,19 +264,36 @@ def num_steps(num_samples: int, cursor: int, global_batch_size: int) -> int:
     return -(-(num_samples - cursor) // global_batch_size)
 
 
-def eval_micro_batches(num_samples: int, batch_size: int, rank: int, size: int) -> tuple[MicroBatch, ...]:
-    """Return the micro-batches of a rank for an evaluation; each sample is read by exactly one rank."""
-    start, stop = split_evenly(num_samples, rank, size)
-    return tuple(
-        MicroBatch(at, min(at + batch_size, stop), share=0.0) for at in range(start, stop, batch_size)
-    )
+class EvalMicroBatches(Sequence[MicroBatch]):
+    """The micro-batches of a rank for an evaluation; each sample is read by exactly one rank."""
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int, size: int) -> None:
+        self._start, self._stop = split_evenly(num_samples, rank, size)
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        return len(range(self._start, self._stop, self._batch_size))
+
+    @overload
+    def __getitem__(self, place: int) -> MicroBatch: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[MicroBatch]: ...
+
+    def __getitem__(self, place: int | slice) -> MicroBatch | Sequence[MicroBatch]:
+        """Return a micro-batch, or a list of micro-batches."""
+        starts = range(self._start, self._stop, self._batch_size)[place]
+        return self._at(starts) if isinstance(starts, int) else [self._at(each) for each in starts]
+
+    def _at(self, start: int) -> MicroBatch:
+        return MicroBatch(start, min(start + self._batch_size, self._stop), share=0.0)
 
 
 def spare_eval_micro_batches(
     num_samples: int, batch_size: int, rank: int, size: int
 ) -> tuple[MicroBatch, ...]:
     """Return additional micro-batches without weight, so that all ranks run equally many passes."""
-    most, own = (len(eval_micro_batches(num_samples, batch_size, of, size)) for of in (0, rank))
+    most, own = (len(EvalMicroBatches(num_samples, batch_size, of, size)) for of in (0, rank))
     return (MicroBatch(0, min(batch_size, num_samples), share=0.0),) * (most - own)
 
 
@@ -246,14 +339,41 @@ class PlannedStep:
             yield share, next(self._stream) if share else spare()
 
 
-def planned_steps(
-    shares: Iterable[StepShare], read: Callable[[list[MicroBatch]], Iterator[Any]], epoch: int = 0
-) -> list[PlannedStep]:
-    """Return the steps of a rank; ``read`` returns the stream of batches of the given micro-batches."""
-    shares = list(shares)
-    stream = read([micro_batch for share in shares for micro_batch in share.micro_batches])
-    last = len(shares) - 1
-    return [PlannedStep(share, stream, place == last, epoch) for place, share in enumerate(shares)]
+class PlannedSteps(Sequence[PlannedStep]):
+    """The remaining steps of a rank in an epoch. Each is computed when it is read.
+
+    Args:
+        shares: This rank's part of each step.
+        read: Returns the stream of batches of the given micro-batches.
+        epoch: Number of the epoch, from 0.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[StepShare] = (),
+        read: Callable[[Iterator[MicroBatch]], Iterator[Any]] = iter,
+        epoch: int = 0,
+    ) -> None:
+        self._shares, self._epoch = shares, epoch
+        self._stream = read(micro_batch for share in shares for micro_batch in share.micro_batches)
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    @overload
+    def __getitem__(self, place: int) -> PlannedStep: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[PlannedStep]: ...
+
+    def __getitem__(self, place: int | slice) -> PlannedStep | Sequence[PlannedStep]:
+        """Return a step, or a list of steps."""
+        numbers = range(len(self))[place]
+        return self._step(numbers) if isinstance(numbers, int) else [self._step(each) for each in numbers]
+
+    def _step(self, number: int) -> PlannedStep:
+        is_last = number == len(self) - 1
+        return PlannedStep(self._shares[number], self._stream, is_last, self._epoch)
 
 
 @dataclass

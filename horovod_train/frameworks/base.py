@@ -29,7 +29,7 @@ import numpy as np
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, Mesh
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import MicroBatch, Order, PlannedStep
+from horovod_train.data.shard import MicroBatch, Order, PlannedStep, PlannedSteps
 from horovod_train.errors import HorovodTrainError, UserError, translated
 from horovod_train.events.types import WAIT_PHASE
 from horovod_train.lr.policy import ArgumentScaling
@@ -290,7 +290,7 @@ class Bridge(Protocol):
     def begin(self) -> None:
         """Start training."""
 
-    def rest_of_epoch(self) -> list[PlannedStep]:
+    def rest_of_epoch(self) -> PlannedSteps:
         """Return the remaining steps of the current epoch, limited by the length of the job."""
 
     def after_step(self, step: PlannedStep, pending: PendingOutcome, lr: float) -> None:

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from horovod_train.checkpoint.arrays import ArrayBlob, pack_tree, unpack_tree
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Data
-from horovod_train.data.shard import MicroBatch, Order, epoch_order, num_steps, steps_of_epoch, timed
+from horovod_train.data.shard import MicroBatch, Order, StepsOfEpoch, epoch_order, num_steps, timed
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset, load_task_class
 from horovod_train.frameworks.plain_data import from_blob, to_blob
@@ -471,7 +471,7 @@ class Shards:
         self._shuffle = shuffle
         self._seed = seed
         self._is_checked = False
-        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # of the epoch that was read last
+        self._order: tuple[int, Order] | None = None  # of the epoch that was read last
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch, equal on all ranks."""
@@ -506,16 +506,14 @@ class Shards:
                 lambda numbers: [np.asarray(array)[numbers] for array in self._arrays],
             )
         order = self._order[1]
-        step = next(
-            steps_of_epoch(
-                num_samples=self.num_samples,
-                cursor=index * self._batch_size * self._world.size,
-                batch_size_per_rank=self._batch_size,
-                accumulation_steps=1,
-                rank=self._world.rank,
-                size=self._world.size,
-            )
-        )
+        step = StepsOfEpoch(
+            num_samples=self.num_samples,
+            cursor=0,
+            batch_size_per_rank=self._batch_size,
+            accumulation_steps=1,
+            rank=self._world.rank,
+            size=self._world.size,
+        )[index]
         weight, rows = 0.0, order[:1]
         if step.micro_batches:
             (mine,) = step.micro_batches

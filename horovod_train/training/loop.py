@@ -14,13 +14,18 @@ import logging
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import takewhile
-
-import numpy as np
+from itertools import chain, takewhile
 
 from horovod_train.checkpoint.manager import keyed
 from horovod_train.collectives.base import any_rank, mean_over_ranks
-from horovod_train.data.shard import MicroBatch, PlannedStep, eval_micro_batches, spare_eval_micro_batches
+from horovod_train.data.shard import (
+    EvalMicroBatches,
+    InOrder,
+    MicroBatch,
+    PlannedStep,
+    PlannedSteps,
+    spare_eval_micro_batches,
+)
 from horovod_train.errors import PreemptedError, UserError, did_you_mean, result_of
 from horovod_train.frameworks.base import PendingOutcome
 from horovod_train.health.comparisons import digest
@@ -118,7 +123,7 @@ def prepare_evaluations(run: Run) -> None:
         progress.evaluation.number = progress.num_passed(every, is_before=True)
 
 
-def rest_of_epoch(run: Run) -> list[PlannedStep]:
+def rest_of_epoch(run: Run) -> PlannedSteps:
     """Return the remaining steps of the current epoch, limited by the length of the job."""
     return plan_epoch(
         run.mesh.data,
@@ -126,6 +131,7 @@ def rest_of_epoch(run: Run) -> list[PlannedStep]:
         run.progress,
         batch_size_per_rank=run.job.train.batch_size_per_rank,
         accumulation_steps=run.job.train.accumulation_steps,
+        global_batch_size=run.global_batch_size,
         batch_size_at=run.batch_size_at,
         max_steps=run.num_steps_left,
         equal_micro_batches=run.replica.requires_equal_micro_batches,
@@ -245,11 +251,11 @@ def evaluate(run: Run) -> dict[str, float]:
     num_samples = len(run.eval_reader)
     batch_size = run.job.evaluation.batch_size_per_rank or run.job.train.batch_size_per_rank
     ranks = run.mesh.data
-    mine = eval_micro_batches(num_samples, batch_size, ranks.rank, ranks.size)
+    mine = EvalMicroBatches(num_samples, batch_size, ranks.rank, ranks.size)
     spare: tuple[MicroBatch, ...] = ()
     if run.replica.passes_are_collective:
         spare = spare_eval_micro_batches(num_samples, batch_size, ranks.rank, ranks.size)
-    batches = run.eval_reader.read(0, np.arange(num_samples), (*mine, *spare))
+    batches = run.eval_reader.read(0, InOrder(num_samples), chain(mine, spare))
     sums = run.replica.evaluate(zip(mine, batches, strict=False))
     if spare:
         run.replica.evaluate(zip(spare, batches, strict=False))  # not counted
@@ -356,7 +362,7 @@ class LoopBridge:
         """Start training."""
         begin(self.run)
 
-    def rest_of_epoch(self) -> list[PlannedStep]:
+    def rest_of_epoch(self) -> PlannedSteps:
         """Return the remaining steps of the current epoch, limited by the length of the job."""
         return rest_of_epoch(self.run)
 

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import islice
 from time import monotonic, sleep
 from typing import Any
 
@@ -28,12 +27,11 @@ from horovod_train.config.arguments import batch_size_at, samples_of_growth
 from horovod_train.config.fields import Duration
 from horovod_train.config.schema import Job, Train
 from horovod_train.data.shard import (
-    PlannedStep,
+    PlannedSteps,
     StepShare,
+    StepsOfEpoch,
     epoch_order,
     num_steps,
-    planned_steps,
-    steps_of_epoch,
 )
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import PendingOutcome, Reader, Replica, StepOutcome
@@ -181,18 +179,19 @@ def plan_epoch(
     *,
     batch_size_per_rank: int,
     accumulation_steps: int,
+    global_batch_size: int,
     batch_size_at: Callable[[float], int],
     max_steps: int | None = None,
     equal_micro_batches: bool = False,
-) -> list[PlannedStep]:
+) -> PlannedSteps:
     """Return the remaining steps of the current epoch, at most ``max_steps``; None: no limit.
 
-    The samples are distributed over ``ranks``. A step has ``batch_size_at(epochs passed)`` samples, in
-    at most ``accumulation_steps`` micro-batches of at most ``batch_size_per_rank`` samples. With
+    The samples are distributed over ``ranks``. A step has ``batch_size_at(epochs passed)`` samples, at most
+    ``global_batch_size``, in at most ``accumulation_steps`` micro-batches of at most ``batch_size_per_rank`` samples. With
     ``equal_micro_batches``, all ranks read the same number of micro-batches.
     """
     order = progress.order
-    shares = steps_of_epoch(
+    shares = StepsOfEpoch(
         num_samples=order.num_samples,
         cursor=progress.cursor,
         batch_size_per_rank=batch_size_per_rank,
@@ -200,12 +199,12 @@ def plan_epoch(
         rank=ranks.rank,
         size=ranks.size,
         equal_micro_batches=equal_micro_batches,
+        global_batch_size=global_batch_size,
         batch_size_at=lambda cursor: batch_size_at(progress.epoch + cursor / order.num_samples),
+        max_steps=max_steps,
     )
     places = epoch_order(order.num_samples, order.seed, progress.epoch, shuffle=order.shuffle)
-    return planned_steps(
-        islice(shares, max_steps), partial(reader.read, progress.epoch, places), progress.epoch
-    )
+    return PlannedSteps(shares, partial(reader.read, progress.epoch, places), progress.epoch)
 
 
 @dataclass(frozen=True)

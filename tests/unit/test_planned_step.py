@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
-from horovod_train.data.shard import planned_steps, steps_of_epoch
+from horovod_train.data.shard import PlannedSteps, StepsOfEpoch
 
 
 def plan(num_samples, *, batch=4, accumulation=2, rank=0, size=2, cursor=0):
-    shares = steps_of_epoch(
+    shares = StepsOfEpoch(
         num_samples=num_samples,
         cursor=cursor,
         batch_size_per_rank=batch,
@@ -18,7 +16,7 @@ def plan(num_samples, *, batch=4, accumulation=2, rank=0, size=2, cursor=0):
         rank=rank,
         size=size,
     )
-    return planned_steps(shares, lambda pieces: (list(range(p.start, p.stop)) for p in pieces))
+    return PlannedSteps(shares, lambda pieces: (list(range(p.start, p.stop)) for p in pieces))
 
 
 @pytest.mark.parametrize("num_samples", [1, 16, 33, 47])
@@ -56,13 +54,8 @@ def test_padded_every_rank_has_as_many_batches_and_spare_ones_weigh_nothing(rank
 
 
 def test_a_stream_that_ends_too_early_is_no_end_of_the_step():
-    (step,) = planned_steps(
-        itertools.islice(
-            steps_of_epoch(
-                num_samples=8, cursor=0, batch_size_per_rank=4, accumulation_steps=2, rank=0, size=1
-            ),
-            1,
-        ),
+    (step,) = PlannedSteps(
+        StepsOfEpoch(num_samples=8, cursor=0, batch_size_per_rank=4, accumulation_steps=2, rank=0, size=1),
         lambda _: iter(["the only batch"]),
     )
 

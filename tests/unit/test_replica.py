@@ -19,7 +19,7 @@ from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.base import Mesh, SingleRank
 from horovod_train.config.optimization import Ema
 from horovod_train.config.schema import Checkpoint, Health, Job, Train
-from horovod_train.data.shard import MicroBatch, PlannedStep, planned_steps, share_of_step
+from horovod_train.data.shard import MicroBatch, PlannedStep, PlannedSteps, share_of_step
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.torch.codecs import fp32
 from horovod_train.frameworks.torch.framework import (
@@ -298,7 +298,7 @@ def test_a_compiled_job_trains_the_compiled_model(tmp_path):
 
     made, reader, _ = TorchFramework().prepare(job, Mesh.data_parallel(SingleRank()))
     share = share_of_step(0, 6, batch_size=6, accumulation_steps=1, rank=0, size=1)
-    (step,) = planned_steps([share], partial(reader.read, 0, np.arange(6)))
+    (step,) = PlannedSteps([share], partial(reader.read, 0, np.arange(6)))
     made.step(step, 0.1, want_norm=False)
 
     assert len(graphs) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from types import SimpleNamespace
 
@@ -10,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_train.data.shard import epoch_order, num_steps, split_evenly, steps_of_epoch
+from horovod_train.data.shard import (
+    EvalMicroBatches,
+    InOrder,
+    PlannedSteps,
+    StepsOfEpoch,
+    epoch_order,
+    num_steps,
+    share_of_step,
+    split_evenly,
+)
 from horovod_train.frameworks.reader import Shards
 
 worlds = st.integers(1, 64)
@@ -23,7 +33,7 @@ def world_steps(num_samples, cursor, batch, accumulation, size):
     """The steps of every rank, as a list of tuples: one tuple per step, one entry per rank."""
     ranks = [
         list(
-            steps_of_epoch(
+            StepsOfEpoch(
                 num_samples=num_samples,
                 cursor=cursor,
                 batch_size_per_rank=batch,
@@ -117,8 +127,81 @@ def test_the_order_is_a_permutation_that_changes_with_epoch_and_seed():
     assert len({tuple(order) for order in orders}) == 4
 
 
-def test_the_order_without_shuffling_is_natural():
-    assert np.array_equal(epoch_order(5, 1, 1, shuffle=False), [0, 1, 2, 3, 4])
+@given(sizes, st.data())
+def test_the_order_without_shuffling_is_natural(num_samples, data):
+    order = epoch_order(num_samples, 1, 1, shuffle=False)
+    start, stop = (data.draw(st.integers(0, num_samples + 9)) for _ in range(2))
+
+    assert len(order) == num_samples
+    assert order[start:stop].tolist() == list(range(num_samples))[start:stop]
+
+
+def one_after_the_other(num_samples, cursor, batch_size_at, **more):
+    """The steps of an epoch, each from the cursor that the step before has left."""
+    steps = []
+    while cursor < num_samples:
+        taken = min(batch_size_at(cursor), num_samples - cursor)
+        steps.append(share_of_step(cursor, taken, **more))
+        cursor += taken
+    return steps
+
+
+@given(sizes, batches, accumulations, worlds, st.booleans(), st.data())
+def test_each_step_of_an_epoch_is_known_without_those_before(
+    num_samples, batch, accumulation, size, equal, data
+):
+    cursor, rank = data.draw(st.integers(0, num_samples)), data.draw(st.integers(0, size - 1))
+    full = data.draw(st.integers(1, batch * accumulation * size))
+    most = data.draw(st.none() | st.integers(0, 9))
+    growth = data.draw(st.none() | st.integers(1, 2 * num_samples))
+
+    def batch_size_at(at):
+        return full if growth is None else min(full, 1 + at * full // growth)
+
+    ways = {"accumulation_steps": accumulation, "rank": rank, "size": size, "equal_micro_batches": equal}
+    steps = StepsOfEpoch(
+        num_samples=num_samples, cursor=cursor, batch_size_per_rank=batch, max_steps=most,
+        global_batch_size=full,
+        batch_size_at=None if growth is None else batch_size_at, **ways,
+    )  # fmt: skip
+
+    expected = one_after_the_other(num_samples, cursor, batch_size_at, batch_size=batch, **ways)[:most]
+    assert len(steps) == len(expected)
+    assert list(steps) == expected
+    assert list(reversed(steps)) == expected[::-1]
+    assert steps[1:3] == expected[1:3]
+    if expected:
+        assert steps[-1] == expected[-1]
+
+
+@given(sizes, batches, worlds)
+def test_an_evaluation_reads_each_sample_on_one_rank(num_samples, batch, size):
+    parts = [EvalMicroBatches(num_samples, batch, rank, size) for rank in range(size)]
+
+    read = [p for mine in parts for micro in mine for p in range(micro.start, micro.stop)]
+    assert read == list(range(num_samples))
+    assert all(1 <= len(micro) <= batch for mine in parts for micro in mine)
+    assert all(len(mine) == len(list(mine)) for mine in parts)
+
+
+def test_an_epoch_of_any_length_costs_nothing_until_it_is_read():
+    """A list of its steps would take gigabytes."""
+    tracemalloc.start()
+    try:
+        steps = StepsOfEpoch(
+            num_samples=10**12, cursor=10**11, batch_size_per_rank=32, accumulation_steps=1, rank=3, size=8
+        )
+        planned = PlannedSteps(steps, lambda pieces: (InOrder(10**12)[p.start : p.stop] for p in pieces))
+        evaluated = EvalMicroBatches(10**12, 32, 3, 8)
+        (_, batch), *_ = planned[0]
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert len(planned) == 9 * 10**11 // 256
+    assert len(evaluated) == 10**12 // 8 // 32
+    assert batch.tolist() == list(range(10**11 + 96, 10**11 + 128))
+    assert most_bytes < 10**5
 
 
 def test_the_order_never_changes_between_releases():

@@ -372,7 +372,7 @@ class _StepTimer(keras.callbacks.Callback):
         world: Communicator,
         exchange: Exchange,
         rate: GuardedLearningRate,
-        steps: list[PlannedStep],
+        steps: Sequence[PlannedStep],
         accumulation_steps: int,
         bytes_per_step: int,
     ) -> None:

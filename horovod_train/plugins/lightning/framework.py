@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import lightning
-import numpy as np
 import torch
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -28,7 +27,7 @@ from lightning.pytorch.trainer import call
 from horovod_train.collectives.base import Communicator, Mesh
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import PlannedStep, eval_micro_batches
+from horovod_train.data.shard import EvalMicroBatches, InOrder, PlannedSteps
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Bridge, load_task, report_unused_methods
 from horovod_train.frameworks.callbacks import CallbackState, check_callbacks, named
@@ -394,8 +393,8 @@ class LightningFramework(TorchBased):
         reader, job = self._eval_reader, self._job
         assert reader is not None
         batch_size = job.evaluation.batch_size_per_rank or job.train.batch_size_per_rank
-        mine = eval_micro_batches(len(reader), batch_size, self._world.rank, self._world.size)
-        return _Batches(len(mine), lambda: reader.read(0, np.arange(len(reader)), mine))
+        mine = EvalMicroBatches(len(reader), batch_size, self._world.rank, self._world.size)
+        return _Batches(len(mine), lambda: reader.read(0, InOrder(len(reader)), mine))
 
 
 @dataclass(frozen=True)
@@ -420,7 +419,7 @@ class _Source:
         self._reader = reader
         self.accumulation_steps = accumulation_steps
         self._epoch = -1
-        self.steps: list[PlannedStep] = []
+        self.steps = PlannedSteps()
 
     def _plan(self) -> None:
         if self._epoch != self._bridge.epoch:

@@ -28,7 +28,7 @@ from transformers.data.data_collator import default_data_collator
 from horovod_train.collectives.base import Communicator, Mesh
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import PlannedStep, num_steps
+from horovod_train.data.shard import PlannedSteps, num_steps
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Bridge, load_task, report_unused_methods
 from horovod_train.frameworks.callbacks import (
@@ -286,7 +286,7 @@ class _Source:
         self._reader = reader
         self._accumulation_steps = job.train.accumulation_steps
         self._num_steps = num_steps(len(reader), 0, job.global_batch_size(world.size))
-        self.steps: list[PlannedStep] = []
+        self.steps = PlannedSteps()
         self.number = 0
 
     def __len__(self) -> int:

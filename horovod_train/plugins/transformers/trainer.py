@@ -30,11 +30,10 @@ from horovod_train.collectives.base import Communicator, allgather_json, barrier
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.data.shard import (
     MicroBatch,
-    StepShare,
+    StepsOfEpoch,
     epoch_order,
     num_steps,
     split_evenly,
-    steps_of_epoch,
 )
 from horovod_train.errors import UserError
 from horovod_train.frameworks import plain_data
@@ -75,10 +74,10 @@ class ShardedBatches:
     def _step_size(self) -> int:
         return self.batch_size * self.accumulation_steps * self.world.size
 
-    def _steps(self, cursor: int = 0) -> Iterator[StepShare]:
-        return steps_of_epoch(
+    def _steps(self) -> StepsOfEpoch:
+        return StepsOfEpoch(
             num_samples=self.num_samples,
-            cursor=cursor,
+            cursor=0,
             batch_size_per_rank=self.batch_size,
             accumulation_steps=self.accumulation_steps,
             rank=self.world.rank,
@@ -96,7 +95,7 @@ class ShardedBatches:
                     piece = step.micro_batches[place]
                     yield order[piece.start : piece.stop].tolist()
                 else:
-                    yield [int(order[0])]
+                    yield order[:1].tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order of samples."""
@@ -104,8 +103,8 @@ class ShardedBatches:
 
     def lengths(self, step: int) -> list[int]:
         """Return the number of counted samples in each micro-batch of a step, counted over epochs."""
-        number = step % num_steps(self.num_samples, 0, self._step_size)
-        found = next(self._steps(number * self._step_size))
+        steps = self._steps()
+        found = steps[step % len(steps)]
         return lengths_of(found.micro_batches, self.accumulation_steps)
 
 

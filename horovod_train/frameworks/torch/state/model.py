@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_map
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_map
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, any_rank
 from horovod_train.config.schema import Data, Job, Train
-from horovod_train.data.shard import MicroBatch, PlannedStep
+from horovod_train.data.shard import InOrder, MicroBatch, PlannedStep
 from horovod_train.errors import CheckpointError, UserError, result_of, translated
 from horovod_train.frameworks.base import PythonStateOfRank, StepClock, add_metric
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model
@@ -395,7 +394,7 @@ def batch_of(job: Job, task: TorchTask) -> Any:
     """Read a micro-batch of a task, as real tensors."""
     reader = TorchReader(task.train_data(), Data(), job.train.seed, Placement(torch.device("cpu")))
     length = min(job.train.batch_size_per_rank, len(reader))
-    return next(iter(reader.read(0, np.arange(length), [MicroBatch(0, length, share=1.0)])))
+    return next(iter(reader.read(0, InOrder(length), [MicroBatch(0, length, share=1.0)])))
 
 
 def to_fake_tensor(batch: Any) -> Any:
