@@ -187,8 +187,8 @@ def plan_epoch(
     """Return the remaining steps of the current epoch, at most ``max_steps``; None: no limit.
 
     The samples are distributed over ``ranks``. A step has ``batch_size_at(epochs passed)`` samples, at most
-    ``global_batch_size``, in at most ``accumulation_steps`` micro-batches of at most ``batch_size_per_rank`` samples. With
-    ``equal_micro_batches``, all ranks read the same number of micro-batches.
+    ``global_batch_size``, in at most ``accumulation_steps`` micro-batches of at most ``batch_size_per_rank``
+    samples. With ``equal_micro_batches``, all ranks read the same number of micro-batches.
     """
     order = progress.order
     shares = StepsOfEpoch(
