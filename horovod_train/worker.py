@@ -166,7 +166,7 @@ def run_rank(
     train_all(framework, run)
     manager.close()
     if world.rank == 0:
-        num_samples = (run.progress.epochs_passed - before) * len(run.train_reader)
+        num_samples = (run.progress.epochs_passed - before) * run.progress.order.num_samples
         checkpoint = str(manager.directory / f"step-{run.progress.step:012d}")
         services.report_summary(run, monotonic() - started, num_samples, checkpoint)
 
@@ -213,7 +213,12 @@ def watch_this_rank(
     """Start watchdogs for a hung GPU and for a data stall of this rank."""
     if isinstance(framework, HasDevice) and world.size > 1 and framework.gpu_uuid():
         stack.callback(DeviceWatch(world, job.health, warn, end).close)
-    stack.callback(DataWatch(world, job.health, lambda: WAITING.since_s, warn, end).close)
+    stack.callback(DataWatch(world, job.health, lambda: WAITING.since_s, what_is_awaited, warn, end).close)
+
+
+def what_is_awaited() -> str:
+    """Return the file for which this rank waits; empty: unknown."""
+    return WAITING.what()
 
 
 Callbacks = tuple[Callable[[str], None], Callable[[HorovodTrainError], None]]

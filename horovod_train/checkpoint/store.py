@@ -40,7 +40,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -105,9 +105,15 @@ class ManifestDocument(_Document):
 class OrderDocument(_Document):
     """Settings that determine the order of samples."""
 
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
     num_samples: Annotated[int, Field(ge=1)]
     seed: Annotated[int, Field(ge=0)]
     shuffle: bool
+    kind: Literal["permutation", "files"] = "permutation"
+    num_in_pass: Annotated[int, Field(ge=0)] = 0
+    row_size: Annotated[int, Field(ge=0)] = 0
+    digest: str = ""
 
 
 class PlateauDocument(_Document):
@@ -201,7 +207,9 @@ def checked(model: type[Model], document: object, what: str) -> Model:
         raise CheckpointError(f"{what}: has an invalid field: {where}: {first['msg']}") from None
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+"""Format version 3 is that of orders of samples that version 2 does not know; all others have version 2."""
+WITHOUT_KINDS_OF_ORDER = 2
 WITHOUT_ARRAY_CHECKSUMS = 1
 """Format version 1: one checksum per safetensors file, none per array."""
 MANIFEST = "manifest.json"
@@ -312,6 +320,12 @@ def quarantine(path: Path, reason: str) -> Path:
     return target
 
 
+def format_of(state: Mapping[str, Any]) -> int:
+    """Return the format version of a checkpoint: the lowest whose readers know all its fields."""
+    known = {"num_samples", "seed", "shuffle"}
+    return FORMAT_VERSION if state["progress"]["order"].keys() - known else WITHOUT_KINDS_OF_ORDER
+
+
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
@@ -327,7 +341,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{file}: is damaged") from error
     if claimed != checksum(document):
         raise CheckpointError(f"{file}: is damaged: its checksum is wrong")
-    if document.get("format") not in {WITHOUT_ARRAY_CHECKSUMS, FORMAT_VERSION}:
+    if document.get("format") not in range(WITHOUT_ARRAY_CHECKSUMS, FORMAT_VERSION + 1):
         raise CheckpointError(
             f"{file}: has format {document.get('format')}; this version reads formats up to {FORMAT_VERSION}"
         )

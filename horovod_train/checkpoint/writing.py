@@ -81,9 +81,7 @@ def write_files(temporary: Path, content: Content, rank: int | None = None) -> d
     return files
 
 
-def commit(
-    temporary: Path, step: int, files: Mapping[str, Digest], summary: Mapping[str, object]
-) -> store.Manifest:
+def commit(temporary: Path, step: int, files: Mapping[str, Digest], content: Content) -> store.Manifest:
     """Write the manifest of a checkpoint whose files are complete, and rename its folder to the final name.
 
     Raises:
@@ -91,9 +89,9 @@ def commit(
     """
     final = temporary.with_name(f"step-{step:012d}")
     document = {
-        "format": store.FORMAT_VERSION,
+        "format": store.format_of(content.documents["state"]),
         "step": step,
-        "summary": dict(summary),
+        "summary": dict(content.summary),
         "files": {name: asdict(digest) for name, digest in files.items()},
     }
     signed = json.dumps({**document, "sha256": store.checksum(document)}, indent=1).encode()
@@ -102,7 +100,7 @@ def commit(
         _flush_folder(temporary)
         _rename_over(temporary, final, step)
         _flush_folder(final.parent)
-    return store.Manifest(step, files, summary)
+    return store.Manifest(step, files, content.summary)
 
 
 class Writing:
@@ -143,7 +141,7 @@ class Writing:
             on_error.callback(self.remove)
             files = write_files(self.folder, content, None if is_alone else 0)
             files |= gather_notes(self.folder, self.writers[1:], self._why_none_will_come)
-            manifest = commit(self.folder, self.step, files, content.summary)
+            manifest = commit(self.folder, self.step, files, content)
             on_error.pop_all()
         return manifest
 

@@ -24,7 +24,7 @@ from horovod_train.config.problems import UNKNOWN_FIELD, explain
 from horovod_train.config.schema import Job, Strategy, Train
 from horovod_train.config.support import Axes, WithArguments, strategy_support
 from horovod_train.errors import HorovodTrainError, Problem
-from horovod_train.registry import CODECS, SCHEDULES, STRATEGIES, TRACKERS, Registry
+from horovod_train.registry import CODECS, SCHEDULES, SOURCES, STRATEGIES, TRACKERS, Registry
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ DECAY_ARGS = ArgumentField(SCHEDULES, "lr", "decay", "decay_args")
 STRATEGY_ARGS = ArgumentField(STRATEGIES, "strategy")
 CODEC_ARGS = ArgumentField(CODECS, "allreduce.codec")
 TRACKER_ARGS = ArgumentField(TRACKERS, "metrics.trackers")
-ARGUMENT_FIELDS = (STRATEGY_ARGS, CODEC_ARGS, DECAY_ARGS, TRACKER_ARGS)
+SOURCE_ARGS = ArgumentField(SOURCES, "data", "source", "source_args")
+ARGUMENT_FIELDS = (STRATEGY_ARGS, CODEC_ARGS, DECAY_ARGS, TRACKER_ARGS, SOURCE_ARGS)
 
 
 def with_argument_hint(problem: Problem) -> Problem:

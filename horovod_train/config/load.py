@@ -133,6 +133,7 @@ def job_from(
     if unusable := list(_unusable_texts(tree)):
         raise ConfigError(source, [*problems, *unusable])  # before file names are used
     _anchor_paths(tree, folder, problems)
+    _anchor_data(tree.get("data"), folder)
     job = _validate(tree, problems)
     if problems or job is None:
         raise ConfigError(source, problems)
@@ -363,6 +364,27 @@ def _anchor_paths(tree: Tree, folder: Path, problems: list[Problem]) -> None:
             problems.append(no_such_file(path, location, str(folder / place)))
         # Symbolic links are not resolved: the target folders of a mounted ConfigMap differ between hosts.
         section[field] = f"{os.path.abspath(folder / place)}:{attribute}"  # type: ignore[index]  # noqa: PTH100
+
+
+def _anchor_data(data: object, folder: Path) -> None:
+    """Make relative paths of files with samples absolute."""
+    if not isinstance(data, dict):
+        return
+    mixture = data.get("mixture")
+    for section in (data, data.get("eval"), *(mixture if isinstance(mixture, list) else ())):
+        if not isinstance(section, dict):
+            continue
+        for field in ("files", "exclude"):
+            value = section.get(field)
+            if isinstance(value, str):
+                section[field] = _anchored(value, folder)
+            elif isinstance(value, list):
+                section[field] = [_anchored(each, folder) for each in value]
+
+
+def _anchored(path: Any, folder: Path) -> Any:
+    is_path = isinstance(path, str) and path and "://" not in path and not path.startswith(("/", "~"))
+    return os.path.abspath(folder / path) if is_path else path  # noqa: PTH100  (it may have a pattern)
 
 
 def _validate(tree: Tree, problems: list[Problem]) -> Job | None:

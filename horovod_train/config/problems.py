@@ -189,6 +189,12 @@ PATHS = (
     "strategy.name",
     "allreduce.codec.name",
     "metrics.trackers.*.name",
+    "data.source",
+    "data.decode",
+    "data.keep",
+    "data.collate",
+    "data.sampling.*",
+    *(f"data.{files}.{field}" for files in ("eval", "mixture.*") for field in ("source", "decode", "keep")),
 )
 """Paths of these fields; ``*`` is each name of a mapping, or each place of a list."""
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from horovod_train.config.arguments import CODEC_ARGS, DECAY_ARGS, STRATEGY_ARGS, TRACKER_ARGS
+from horovod_train.config.arguments import CODEC_ARGS, DECAY_ARGS, SOURCE_ARGS, STRATEGY_ARGS, TRACKER_ARGS
+from horovod_train.config.data import Data, Files
 from horovod_train.config.fields import Duration, increasing, is_command, name_of, slots_of
 from horovod_train.config.optimization import AUTO
 from horovod_train.config.problems import PATHS, code_fields, shorten
@@ -36,6 +37,7 @@ from horovod_train.registry import (
     SCALINGS,
     SCHEDULES,
     SCRIPT,
+    SOURCES,
     STRATEGIES,
     TASKS,
     TRACKERS,
@@ -391,6 +393,9 @@ def names_are_known(job: Job) -> Iterator[Problem]:
     yield from _known("strategy.name", job.strategy.name, STRATEGIES)
     for place, tracker in enumerate(job.metrics.trackers):
         yield from _known(f"metrics.trackers.{place}.name", tracker.name, TRACKERS)
+    for path, files in data_sections(job.data):
+        if files.source is not None:
+            yield from _known(f"{path}.source", files.source, SOURCES)
     yield from _known("task", job.task, TASKS)
     yield from rules_and_schedules_are_known(job)
 
@@ -682,6 +687,70 @@ def tracker_arguments_fit(job: Job) -> Iterator[Problem]:
         yield from TRACKER_ARGS.problems(tracker.name, tracker.args, f"metrics.trackers.{place}.args")
 
 
+def data_sections(data: Data) -> Iterator[tuple[str, Files]]:
+    """Yield the sections that describe files, with their paths."""
+    yield "data", data
+    for place, part in enumerate(data.mixture):
+        yield f"data.mixture.{place}", part
+    if data.eval is not None:
+        yield "data.eval", data.eval
+
+
+def files_are_described(job: Job) -> Iterator[Problem]:
+    """Check sources and their arguments, and refuse what has no effect without files."""
+    data = job.data
+    if data.mixture and data.source is not None:
+        yield Problem(
+            "data.mixture", "", "is a list of sources, and data.source is one", "remove one of them"
+        )
+    has_training_files = data.source is not None or bool(data.mixture)
+    for path, files in data_sections(data):
+        source = files.source
+        if path == "data.eval" and source is None:
+            source = (data.mixture[0] if data.mixture else data).source
+        if source is not None:
+            yield from SOURCE_ARGS.problems(source, files.source_args, f"{path}.source_args")
+            if not files.files:
+                yield Problem(f"{path}.files", "", f"is required with source: {source}", "name the files")
+            continue
+        for field in ("source_args", "files", "decode", "keep", "exclude"):
+            if getattr(files, field) != type(files).model_fields[field].get_default():
+                known = ", ".join(sorted(SOURCES.rows))
+                yield Problem(f"{path}.{field}", "", "has no effect without a source", f"set source: {known}")
+    for field in ("sampling", "collate"):
+        if getattr(data, field) is not None and not has_training_files:
+            yield Problem(
+                f"data.{field}", "", "is for files: the task's train_data() decides it", "leave it out"
+            )
+
+
+def sampling_is_possible(job: Job) -> Iterator[Problem]:
+    """Refuse combinations of weights, classes and lengths that have no meaning."""
+    data, sampling = job.data, job.data.sampling
+    if sampling is None:
+        return
+    draws = sampling.weight is not None or sampling.balance is not None
+    if sampling.weight is not None and sampling.balance is not None:
+        yield Problem(
+            "data.sampling.balance",
+            repr(sampling.balance),
+            "determines the weights of samples, and so does data.sampling.weight",
+            "remove one of them",
+        )
+    if not (draws or sampling.length is not None):
+        yield Problem(
+            "data.sampling", "", "has no effect without weight, balance or length", "set one of them"
+        )
+    if not sampling.replacement and not draws:
+        yield Problem("data.sampling.replacement", "False", "has no effect without weight or balance")
+    if not data.shuffle:
+        yield Problem("data.shuffle", "False", "cannot be combined with data.sampling", "remove one of them")
+    if data.mixture and not sampling.replacement:
+        yield Problem(
+            "data.sampling.replacement", "False", "cannot be combined with data.mixture", "remove one of them"
+        )
+
+
 SCRIPT_ARGS = {"arguments", "batch_size"}
 # Fields that scripts have; they decide all others themselves.
 OF_SCRIPTS = {
@@ -738,6 +807,8 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     strategy_supports_job,
     codec_is_available,
     tracker_arguments_fit,
+    files_are_described,
+    sampling_is_possible,
     script_is_supported,
 )
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
+from horovod_train.config.data import Data
 from horovod_train.config.fields import (
     Count,
     Duration,
@@ -141,22 +142,6 @@ class Train(Section):
         if self.max_steps is not None:
             return Duration(self.max_steps, "steps")
         return None if self.max_samples is None else Duration(self.max_samples, "samples")
-
-
-class Data(Section):
-    """Loading of samples."""
-
-    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Loader processes per rank; 0: load in the training process."""
-
-    prefetch_batches: Annotated[int, Field(ge=1, le=1024)] = 2
-    """Micro-batches that each loader process prefetches."""
-
-    pin_memory: bool = True
-    """Store batches in page-locked memory, for faster copies to a GPU; no effect on a CPU."""
-
-    shuffle: bool = True
-    """Shuffle in each epoch, seeded by ``train.seed`` and the epoch."""
 
 
 class Codec(Section):

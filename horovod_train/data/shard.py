@@ -22,7 +22,7 @@ orders cost nothing until they are read, so that an epoch may have any number of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -339,6 +339,16 @@ class PlannedStep:
             yield share, next(self._stream) if share else spare()
 
 
+@dataclass(frozen=True)
+class _MicroBatches:
+    """The micro-batches of steps, for any number of iterations."""
+
+    shares: Sequence[StepShare]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (micro_batch for share in self.shares for micro_batch in share.micro_batches)
+
+
 class PlannedSteps(Sequence[PlannedStep]):
     """The remaining steps of a rank in an epoch. Each is computed when it is read.
 
@@ -351,11 +361,11 @@ class PlannedSteps(Sequence[PlannedStep]):
     def __init__(
         self,
         shares: Sequence[StepShare] = (),
-        read: Callable[[Iterator[MicroBatch]], Iterator[Any]] = iter,
+        read: Callable[[Iterable[MicroBatch]], Iterator[Any]] = iter,
         epoch: int = 0,
     ) -> None:
         self._shares, self._epoch = shares, epoch
-        self._stream = read(micro_batch for share in shares for micro_batch in share.micro_batches)
+        self._stream = read(_MicroBatches(shares))
 
     def __len__(self) -> int:
         return len(self._shares)
@@ -378,18 +388,24 @@ class PlannedSteps(Sequence[PlannedStep]):
 
 @dataclass
 class Waiting:
-    """Start time of the current wait for a batch (``monotonic``); None: not waiting."""
+    """The current wait for a batch.
+
+    Attributes:
+        since_s: Its start (``monotonic``); None: not waiting.
+        what: Returns what is being waited for; empty: unknown.
+    """
 
     since_s: float | None = None
+    what: Callable[[], str] = str
 
 
 WAITING = Waiting()
 
 
-def timed(batches: Iterator[object]) -> Iterator[object]:
-    """Yield batches, and record the start time of each wait in ``WAITING``."""
+def timed(batches: Iterator[object], what: Callable[[], str] = str) -> Iterator[object]:
+    """Yield batches, and record each wait in ``WAITING``."""
     while True:
-        WAITING.since_s = monotonic()
+        WAITING.since_s, WAITING.what = monotonic(), what
         try:
             batch = next(batches)
         except StopIteration:

@@ -29,6 +29,7 @@ import numpy as np
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, Mesh
 from horovod_train.config.schema import Job
+from horovod_train.data.dataset import evaluation_files, training_files
 from horovod_train.data.shard import MicroBatch, Order, PlannedStep, PlannedSteps
 from horovod_train.errors import HorovodTrainError, UserError, translated
 from horovod_train.events.types import WAIT_PHASE
@@ -503,6 +504,35 @@ def load_task(location: str, args: Mapping[str, Any], required: Sequence[str]) -
             hint=f"a task has {', '.join(name + '()' for name in required)}",
         )
     return task
+
+
+def train_data_of(job: Job, task: Any) -> Dataset:
+    """Return the training data: the files that the job names, or what ``train_data()`` of the task returns.
+
+    Raises:
+        UserError: Files are missing or damaged; the task has no such method.
+    """
+    if (files := training_files(job.data, job.run_dir)) is not None:
+        return files
+    if not callable(getattr(task, "train_data", None)):
+        raise UserError(
+            f"task {job.task} lacks train_data()",
+            hint="give it train_data(), or name the files of the data in data.source and data.files",
+        )
+    own: Dataset = task.train_data()
+    return own
+
+
+def eval_data_of(job: Job, task: Any) -> Dataset | None:
+    """Return the evaluation data: the files that the job names, or what ``eval_data()`` of the task returns.
+
+    Raises:
+        UserError: Files are missing or damaged.
+    """
+    if (files := evaluation_files(job.data, job.run_dir)) is not None:
+        return files
+    own: Dataset | None = task.eval_data() if callable(getattr(task, "eval_data", None)) else None
+    return own
 
 
 def report_unused_methods(task: object, known: Sequence[str], world: Communicator) -> None:

@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from horovod_train.checkpoint.arrays import ArrayBlob, pack_tree, unpack_tree
 from horovod_train.collectives.base import Communicator
-from horovod_train.config.schema import Data
+from horovod_train.config.data import Data
 from horovod_train.data.shard import MicroBatch, Order, StepsOfEpoch, epoch_order, num_steps, timed
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset, load_task_class
@@ -117,16 +117,66 @@ def fetches(
     """Yield the fetch of each micro-batch; ``by_sample``: with a seed for each sample.
 
     The seed of random augmentation depends on the epoch and on the position of the samples, not on the rank
-    or on the number of resumes. An interrupted epoch therefore continues with the same augmentation.
+    or on the number of resumes. An interrupted epoch therefore continues with the same augmentation. A sample
+    that an epoch has twice is seeded by its position.
     """
     for batch in micro_batches:
         indices = order[batch.start : batch.stop].tolist()
-        seeds = sample_seeds(seed, epoch, indices).tolist() if by_sample else []
+        numbers = range(batch.start, batch.stop) if getattr(order, "repeats", False) else indices
+        seeds = sample_seeds(seed, epoch, numbers).tolist() if by_sample else []
         yield Fetch(
             tuple(indices),
             (seed * 1_000_003 + epoch * GOLDEN + batch.start) % 2**63,
             tuple(each % 2**63 for each in seeds),
         )
+
+
+class Requests:
+    """The fetches that a reader requests, in order.
+
+    Files are copied before they are needed, if the dataset has such files.
+
+    Args:
+        dataset: The dataset.
+        fetches: The fetches.
+        order: Order of the epoch.
+        micro_batches: The micro-batches of the fetches.
+    """
+
+    def __init__(
+        self, dataset: Any, fetches: Iterable[Fetch], order: Order, micro_batches: Iterable[MicroBatch]
+    ) -> None:
+        self._dataset, self._fetches = dataset, fetches
+        self._order, self._micro_batches = order, micro_batches
+        self._pending: deque[Fetch] = deque()
+
+    def __iter__(self) -> Iterator[Fetch]:
+        prefetcher = None
+        # An iterator can be read only once.
+        if hasattr(self._dataset, "prefetcher") and not isinstance(self._micro_batches, Iterator):
+            upcoming = (self._order[each.start : each.stop] for each in self._micro_batches)
+            prefetcher = self._dataset.prefetcher(upcoming)
+        try:
+            for fetch in self._fetches:
+                if prefetcher is not None:
+                    prefetcher.advance()
+                self._pending.append(fetch)
+                yield fetch
+        finally:
+            if prefetcher is not None:
+                prefetcher.close()
+
+    def timed(self, batches: Iterator[object]) -> Iterator[object]:
+        """Yield the batches of the fetches, and record each wait in ``WAITING``."""
+        for batch in timed(batches, self._waiting_for):
+            self._pending.popleft()
+            yield batch
+
+    def _waiting_for(self) -> str:
+        if not self._pending or not hasattr(self._dataset, "waiting_for"):
+            return ""
+        found: str = self._dataset.waiting_for(np.array(self._pending[0].indices, np.int64))
+        return found
 
 
 def checked_length(dataset: Dataset) -> int:
@@ -235,7 +285,7 @@ class NumpyReader:
         data: The job's ``data`` section.
         seed: Seed of augmentation, for Python's and NumPy's generators.
         task: Location of the task, which loader processes import; None: they import no task.
-        by_sample: Seed augmentation for each sample, instead of for each micro-batch.
+        by_sample: Seed augmentation for each sample, as with ``data.augmentation: sample``.
 
     Raises:
         UserError: The dataset has no length or no samples, or cannot be sent to loader processes.
@@ -244,7 +294,7 @@ class NumpyReader:
     def __init__(
         self, dataset: Dataset, data: Data, seed: int, task: str | None = None, *, by_sample: bool = False
     ) -> None:
-        self._by_sample = by_sample
+        self._by_sample = by_sample or data.augmentation == "sample"
         self._length = checked_length(dataset)
         self._dataset = dataset
         self._data = data
@@ -262,10 +312,11 @@ class NumpyReader:
 
     def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         """Yield the collated batch of each micro-batch."""
-        return timed(self._read(epoch, order, micro_batches))
-
-    def _read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         wanted = fetches(self._seed, epoch, order, micro_batches, by_sample=self._by_sample)
+        requests = Requests(self._dataset, wanted, order, micro_batches)
+        return requests.timed(self._read(requests))
+
+    def _read(self, wanted: Iterable[Fetch]) -> Iterator[object]:
         if self._pool is None:
             for fetch in wanted:
                 with seeded_generators(fetch.seed):  # restored before the step runs
@@ -360,8 +411,9 @@ def refusing_draws() -> Iterator[None]:
 def draws_in_collate() -> UserError:
     """Return the error of a ``collate`` that draws random numbers."""
     return UserError(
-        "train.randomness: sample: collate draws random numbers, which depend on the micro-batch",
-        hint="draw them in __getitem__ or in the loss, or set train.randomness: rank",
+        "collate draws random numbers, which depend on the micro-batch: they cannot be those of a sample",
+        hint="draw them in __getitem__ or in the loss, or set data.augmentation: batch and "
+        "train.randomness: rank",
     )
 
 

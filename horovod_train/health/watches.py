@@ -110,6 +110,7 @@ class DataWatch(WaitWatch):
         world: The communicator. If it has other ranks, this rank ends later, so that they report first.
         health: Times after which to warn, and after which to end the rank.
         waiting_since_s: Returns the start of the current wait for data; None: not waiting.
+        waiting_for: Returns what is being waited for, such as a file; empty: unknown.
         warn: Prints a warning.
         end: Ends this process with an error.
     """
@@ -119,13 +120,14 @@ class DataWatch(WaitWatch):
         world: Communicator,
         health: Health,
         waiting_since_s: Callable[[], float | None],
+        waiting_for: Callable[[], str],
         warn: Callable[[str], None],
         end: Callable[[HorovodTrainError], None],
     ) -> None:
         self._rank = world.rank
         self._factor = 1.0 if world.size == 1 else 1.5
         self._shutdown_s = health.stall_shutdown_s * self._factor
-        self._waiting_since_s = waiting_since_s
+        self._waiting_since_s, self._waiting_for = waiting_since_s, waiting_for
         super().__init__(self._wait, health, warn, end)
 
     def _wait(self) -> Wait | None:
@@ -133,7 +135,8 @@ class DataWatch(WaitWatch):
         return None if since_s is None else Wait(since_s, self._shutdown_s, self._report, self._error)
 
     def _state(self, elapsed_s: float) -> str:
-        return f"rank {self._rank} has waited for its data for {elapsed_s:.0f} s"
+        what = self._waiting_for()
+        return f"rank {self._rank} has waited for {what or 'its data'} for {elapsed_s:.0f} s"
 
     def _report(self, elapsed_s: float) -> str:
         return f"{self._state(elapsed_s)}: perhaps {HANG}"

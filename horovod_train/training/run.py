@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from time import monotonic, sleep
 from typing import Any
@@ -26,11 +26,11 @@ from horovod_train.collectives.base import Communicator, Mesh
 from horovod_train.config.arguments import batch_size_at, samples_of_growth
 from horovod_train.config.fields import Duration
 from horovod_train.config.schema import Job, Train
+from horovod_train.data.order import DataOrder, order_of, resumed
 from horovod_train.data.shard import (
     PlannedSteps,
     StepShare,
     StepsOfEpoch,
-    epoch_order,
     num_steps,
 )
 from horovod_train.errors import UserError
@@ -40,15 +40,6 @@ from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.lr.scaling import gain
 from horovod_train.lr.schedules import PlateauState
 from horovod_train.training.noise import NoiseMoments
-
-
-@dataclass(frozen=True)
-class DataOrder:
-    """Settings that determine the order of samples, which must not change within an epoch."""
-
-    num_samples: int
-    seed: int
-    shuffle: bool
 
 
 @dataclass
@@ -136,8 +127,13 @@ class Progress:
         return self.metrics if self.metrics_step == self.step else {}
 
     def to_json(self) -> dict[str, object]:
-        """Return plain JSON."""
-        return asdict(self)
+        """Return plain JSON. Defaults of the order are left out, which older versions do not know."""
+        order = {
+            each.name: value
+            for each in fields(DataOrder)
+            if (value := getattr(self.order, each.name)) != each.default
+        }
+        return {**asdict(self), "order": order}
 
     def restore(self, document: Mapping[str, Any]) -> None:
         """Load the progress of a checkpoint.
@@ -145,17 +141,19 @@ class Progress:
         Raises:
             UserError: The checkpoint is within an epoch, and the order of samples has changed.
         """
-        fields = dict(document)
-        old = DataOrder(**fields.pop("order"))
-        if fields["cursor"] > 0 and old != self.order:
+        found = dict(document)
+        old = DataOrder(**found.pop("order"))
+        self.order = resumed(old, self.order)
+        is_within = old.num_in_pass or self.order.num_in_pass or found["cursor"] > 0
+        if is_within and old != self.order:
             changed = [
                 f"{name} was {before} and is {now}"
                 for name, before in asdict(old).items()
                 if (now := asdict(self.order)[name]) != before
             ]
             raise UserError(
-                "the checkpoint was saved within an epoch with another order of samples: "
-                + "; ".join(changed),
+                "the checkpoint was saved within an epoch, or within a pass over the data, with another "
+                "order of samples: " + "; ".join(changed),
                 hint="restore these settings until the epoch is complete, or use another name",
             )
         for name, kind in (
@@ -164,11 +162,11 @@ class Progress:
             ("evaluation", PassedIntervals),
             ("epochs_of_steps", dict),
         ):
-            found = fields.get(name)  # absent in checkpoints of former versions
-            fields[name] = kind() if found is None else kind(**found)
-        for name, value in fields.items():
+            value = found.get(name)  # absent in checkpoints of former versions
+            found[name] = kind() if value is None else kind(**value)
+        for name, value in found.items():
             setattr(self, name, value)
-        if fields.get("scaled_epochs") is None:
+        if found.get("scaled_epochs") is None:
             self.scaled_epochs = self.epochs_passed
 
 
@@ -203,7 +201,7 @@ def plan_epoch(
         batch_size_at=lambda cursor: batch_size_at(progress.epoch + cursor / order.num_samples),
         max_steps=max_steps,
     )
-    places = epoch_order(order.num_samples, order.seed, progress.epoch, shuffle=order.shuffle)
+    places = order_of(order, reader.dataset, progress.epoch)
     return PlannedSteps(shares, partial(reader.read, progress.epoch, places), progress.epoch)
 
 
@@ -458,7 +456,7 @@ class Run:
     @property
     def is_epoch_complete(self) -> bool:
         """Whether every sample of the current epoch was used."""
-        return self.progress.cursor >= len(self.train_reader)
+        return self.progress.cursor >= self.progress.order.num_samples
 
     def deliver(self, reports: Iterable[StepReport]) -> None:
         """Check the results of steps, and pass them to hooks, in step order.

@@ -16,11 +16,12 @@ from cases import CASES, Task
 
 from horovod_train.collectives.base import Mesh
 from horovod_train.config.schema import Job
+from horovod_train.data.order import DataOrder
 from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.health.comparisons import FiniteGuard, fingerprints
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.training.loop import evaluate, train
-from horovod_train.training.run import DataOrder, Progress, Run
+from horovod_train.training.run import Progress, Run
 
 torch.set_num_threads(1)
 framework = TorchFramework()

@@ -47,9 +47,10 @@ from horovod_train.checkpoint.writing import Content, Writing
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.optimization import Checkpoint
 from horovod_train.config.schema import Job
+from horovod_train.data.order import DataOrder
 from horovod_train.errors import CheckpointError, OperationalError
 from horovod_train.training.hooks.base import changes_since, resume_from
-from horovod_train.training.run import DataOrder, Progress
+from horovod_train.training.run import Progress
 
 FILES = [
     "manifest.json",

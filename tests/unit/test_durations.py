@@ -14,12 +14,13 @@ from horovod_train.config.arguments import batch_size_at, samples_of_growth
 from horovod_train.config.fields import Duration
 from horovod_train.config.load import job_from
 from horovod_train.config.schema import Job, Train
+from horovod_train.data.order import DataOrder
 from horovod_train.errors import ConfigError, UserError
 from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.saving import EvaluateWithinEpoch
 from horovod_train.training.hooks.steps import ReportProgress
 from horovod_train.training.loop import begin, train
-from horovod_train.training.run import DataOrder, PassedIntervals, Progress
+from horovod_train.training.run import PassedIntervals, Progress
 
 
 def job_of(**fields):

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from horovod_train.collectives.base import SingleRank
+from horovod_train.config.data import Data
 from horovod_train.config.rules import broken_rules
-from horovod_train.config.schema import Data, Job
+from horovod_train.config.schema import Job
 from horovod_train.errors import UnknownNameError, UserError, WorldError
 from horovod_train.frameworks.torch.codecs import fp32
 from horovod_train.frameworks.torch.comm.buckets import make_buckets

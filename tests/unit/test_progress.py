@@ -6,8 +6,9 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from horovod_train.data.order import DataOrder
 from horovod_train.errors import UserError
-from horovod_train.training.run import DataOrder, Progress
+from horovod_train.training.run import Progress
 
 ORDER = DataOrder(num_samples=10, seed=3, shuffle=True)
 

@@ -22,9 +22,10 @@ from horovod_train.checkpoint.manager import CheckpointManager, find_holders, ke
 from horovod_train.checkpoint.store import newest_valid
 from horovod_train.checkpoint.writing import Writing
 from horovod_train.config.schema import Checkpoint
+from horovod_train.data.order import DataOrder
 from horovod_train.errors import CheckpointError, DesyncError
 from horovod_train.health.comparisons import check_before_saving, check_replicas_identical
-from horovod_train.training.run import DataOrder, Progress
+from horovod_train.training.run import Progress
 
 DOCUMENTS = {"state": {}, "config": {}}
 PROGRESS = Progress(DataOrder(9, 0, shuffle=True)).to_json()

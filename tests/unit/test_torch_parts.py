@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_structure
 
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import SingleRank
-from horovod_train.config.schema import Allreduce, Data, Job
+from horovod_train.config.data import Data
+from horovod_train.config.schema import Allreduce, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.events.types import PairTime

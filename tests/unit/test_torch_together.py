@@ -16,7 +16,8 @@ from support.worlds import Board
 from torch import nn
 
 from horovod_train.collectives.base import CollectiveLog, Mesh, SingleRank
-from horovod_train.config.schema import Data, Health, Job
+from horovod_train.config.data import Data
+from horovod_train.config.schema import Health, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import LostError, PeerError, UserError, WorldError
 from horovod_train.frameworks import devices as join_module

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.torch_threads import on_torch_ranks, run_of
 
-from horovod_train.frameworks.torch.verify import one_process
+from horovod_train.frameworks.torch.verify import one_process, verification
 
 WEIGHTS_BYTES = 4 * 16 * 16
 
@@ -31,6 +31,14 @@ def is_compared(size=2, **fields):
     found = {run.replica.first_steps.verifier is not None for run in runs}
     assert len(found) == 1, "ranks must agree"
     return found.pop()
+
+
+def test_an_empty_shard_of_a_gradient_that_overflowed_does_not_differ():
+    """A rank of FSDP has no rows of a short parameter, whose gradient may be infinite under fp16."""
+    empty, whole = torch.zeros(0, 16), torch.full((3, 16), torch.inf)
+
+    assert not verification._any_finite(empty, empty)
+    assert verification._any_finite(torch.zeros(1, 16), whole)
 
 
 @pytest.mark.parametrize(

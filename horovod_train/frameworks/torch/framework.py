@@ -20,7 +20,7 @@ from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Allreduce, Compile, Job, Train
 from horovod_train.config.support import follows_gain, strategy_support
 from horovod_train.errors import HorovodTrainError, UnknownNameError
-from horovod_train.frameworks.base import load_task, report_unused_methods
+from horovod_train.frameworks.base import eval_data_of, load_task, report_unused_methods, train_data_of
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.python_state import Root, state_of_task
 from horovod_train.frameworks.reader import start_loader_server
@@ -110,9 +110,9 @@ class TorchFramework(TorchBased):
         recompute_activations(model, recomputed)
         read = reader_factory(job, device)
         before = dict(vars(task))
-        reader = read(task.train_data())
-        eval_data = getattr(task, "eval_data", None)
-        eval_reader = read(eval_data()) if eval_data else None
+        reader = read(train_data_of(job, task))
+        eval_data = eval_data_of(job, task)
+        eval_reader = None if eval_data is None else read(eval_data)
         vars(plain_task).update(changed_attributes(task, before))
 
         def is_explained(error: Exception) -> bool:

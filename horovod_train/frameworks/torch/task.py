@@ -19,12 +19,13 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from horovod_train.config.schema import Data
-from horovod_train.data.shard import MicroBatch, Order, timed
+from horovod_train.config.data import Data
+from horovod_train.data.shard import MicroBatch, Order
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset, check_is_one_number
 from horovod_train.frameworks.reader import (
     Fetch,
+    Requests,
     TaskModule,
     checked_length,
     draws_in_collate,
@@ -37,8 +38,8 @@ from horovod_train.frameworks.reader import (
     start_loader_server,
 )
 
-REQUIRED = ("model", "train_data", "loss")
-OPTIONAL = ("eval_data", "metrics", "param_groups", "after_update", "pipeline_parts")
+REQUIRED = ("model", "loss")
+OPTIONAL = ("train_data", "eval_data", "metrics", "param_groups", "after_update", "pipeline_parts")
 
 
 class TorchTask(Protocol):
@@ -202,7 +203,7 @@ class TorchReader:
         placed: Device and memory format of batches.
         task: Location of the task, whose module loader processes import; None: they import none.
         collate: Joins samples into a batch, if the dataset has no ``collate``.
-        by_sample: Seed augmentation for each sample, instead of for each micro-batch.
+        by_sample: Seed augmentation for each sample, as with ``data.augmentation: sample``.
 
     Attributes:
         dataset: The dataset of this process; loader processes have copies.
@@ -222,7 +223,7 @@ class TorchReader:
         *,
         by_sample: bool = False,
     ) -> None:
-        self._by_sample = by_sample
+        by_sample = self._by_sample = by_sample or data.augmentation == "sample"
         self._length = checked_length(dataset)
         self.dataset = dataset
         self._seed = seed
@@ -265,10 +266,12 @@ class TorchReader:
 
     def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         """Yield the collated batch of each micro-batch, on the replica's device."""
-        return timed(self._read(epoch, order, micro_batches))
+        wanted = fetches(self._seed, epoch, order, micro_batches, by_sample=self._by_sample)
+        requests = Requests(self.dataset, wanted, order, micro_batches)
+        return requests.timed(self._read(requests))
 
-    def _read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
-        self._schedule.fetches = fetches(self._seed, epoch, order, micro_batches, by_sample=self._by_sample)
+    def _read(self, wanted: Iterable[Fetch]) -> Iterator[object]:
+        self._schedule.fetches = wanted
         try:
             batches = iter(self._loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

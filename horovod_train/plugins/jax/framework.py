@@ -40,9 +40,11 @@ from horovod_train.frameworks.base import (
     StepOutcome,
     add_metric,
     check_is_one_number,
+    eval_data_of,
     load_task,
     make_optimizer,
     report_unused_methods,
+    train_data_of,
 )
 from horovod_train.frameworks.devices import join, own_gpu
 from horovod_train.frameworks.plain_data import (
@@ -71,8 +73,8 @@ from horovod_train.frameworks.torch.comm.collectives import (
 from horovod_train.plugins.frameworks.variables import LossComparison, LossScale
 from horovod_train.plugins.jax.in_place import in_place, shapes_of
 
-REQUIRED = ("model", "train_data", "loss")
-OPTIONAL = ("eval_data", "metrics")
+REQUIRED = ("model", "loss")
+OPTIONAL = ("train_data", "eval_data", "metrics")
 
 
 class JaxTask(Protocol):
@@ -623,8 +625,8 @@ class JaxFramework:
         task = load_task(job.task, job.task_args, REQUIRED)
         report_unused_methods(task, (*REQUIRED, *OPTIONAL), world)
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task, by_sample=by_sample)
-        train_reader = read(task.train_data())
-        eval_data = getattr(task, "eval_data", None)
+        train_reader = read(train_data_of(job, task))
+        eval_data = eval_data_of(job, task)
         optimizer = make_optimizer(
             job,
             world.size,
@@ -640,7 +642,7 @@ class JaxFramework:
             task=task,
             keys=self._keys,
         )
-        eval_reader = read(eval_data()) if eval_data else None
+        eval_reader = None if eval_data is None else read(eval_data)
         replica.python_state = state_of_task(mesh, task, [train_reader, eval_reader])
         replica.one_process = LossComparison(world, train_reader, replica, job)
         return replica, train_reader, eval_reader

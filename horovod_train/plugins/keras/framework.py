@@ -30,9 +30,11 @@ from horovod_train.frameworks.base import (
     Bridge,
     StepClock,
     StepOutcome,
+    eval_data_of,
     load_task,
     make_optimizer,
     report_unused_methods,
+    train_data_of,
 )
 from horovod_train.frameworks.callbacks import (
     Attributes,
@@ -129,8 +131,8 @@ class KerasReplica(SavesCallbacks, VariablesReplica):
         return str(value.device).rpartition("device:")[2].lower()
 
 
-REQUIRED = ("model", "train_data", "compile")
-OPTIONAL = ("eval_data", "callbacks")
+REQUIRED = ("model", "compile")
+OPTIONAL = ("train_data", "eval_data", "callbacks")
 
 
 class KerasTask(Protocol):
@@ -233,8 +235,8 @@ class KerasFramework:
         self._task: KerasTask = load_task(job.task, job.task_args, REQUIRED)
         report_unused_methods(self._task, (*REQUIRED, *OPTIONAL), world)
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
-        self._train_reader = read(self._task.train_data())
-        eval_data = getattr(self._task, "eval_data", None)
+        self._train_reader = read(train_data_of(job, self._task))
+        eval_data = eval_data_of(job, self._task)
         model = self._task.model()
         if not model.built:
             model(self._train_reader.first()[0])
@@ -260,7 +262,7 @@ class KerasFramework:
         check_callbacks(self._callbacks, "keras")
         report_unsaved(self._callbacks, world)
         self._replica = KerasReplica(model, world)
-        eval_reader = read(eval_data()) if eval_data else None
+        eval_reader = None if eval_data is None else read(eval_data)
         readers = [self._train_reader, eval_reader]
         self._replica.python_state = state_of_task(mesh, self._task, readers)
         return self._replica, self._train_reader, eval_reader

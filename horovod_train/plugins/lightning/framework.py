@@ -29,7 +29,13 @@ from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import EvalMicroBatches, InOrder, PlannedSteps
 from horovod_train.errors import UserError
-from horovod_train.frameworks.base import Bridge, load_task, report_unused_methods
+from horovod_train.frameworks.base import (
+    Bridge,
+    eval_data_of,
+    load_task,
+    report_unused_methods,
+    train_data_of,
+)
 from horovod_train.frameworks.callbacks import CallbackState, check_callbacks, named
 from horovod_train.frameworks.python_state import PythonState, Root, state_of_task
 from horovod_train.frameworks.reader import start_loader_server
@@ -148,8 +154,8 @@ def _added(
     return {name: value for name, value in checkpoint.items() if name not in given}
 
 
-REQUIRED = ("model", "train_data")
-OPTIONAL = ("eval_data", "callbacks")
+REQUIRED = ("model",)
+OPTIONAL = ("train_data", "eval_data", "callbacks")
 
 
 class LightningTask(Protocol):
@@ -275,9 +281,9 @@ class LightningFramework(TorchBased):
         optimizer = optimizer_over(job, parameters, world.size, may_fuse=may_fuse)
         module.configure_optimizers = lambda: optimizer  # type: ignore[assignment]
         read = reader_factory(job, device)
-        eval_data = getattr(self._task, "eval_data", None)
-        self._train_reader = read(self._task.train_data())
-        self._eval_reader = read(eval_data()) if eval_data else None
+        self._train_reader = read(train_data_of(job, self._task))
+        eval_data = eval_data_of(job, self._task)
+        self._eval_reader = None if eval_data is None else read(eval_data)
         if self._eval_reader is not None and len(self._eval_reader) < world.size:
             raise UserError(
                 f"{len(self._eval_reader)} samples cannot be evaluated on {world.size} ranks: Lightning "

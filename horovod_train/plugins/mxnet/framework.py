@@ -33,17 +33,19 @@ from horovod_train.frameworks.base import (
     StepClock,
     StepOutcome,
     add_metric,
+    eval_data_of,
     load_task,
     make_optimizer,
     report_unused_methods,
+    train_data_of,
 )
 from horovod_train.frameworks.devices import join, own_gpu
 from horovod_train.frameworks.plain_data import check_same_layout, from_rank_0
 from horovod_train.frameworks.python_state import state_of_task
 from horovod_train.frameworks.reader import NumpyReader, load_rng_state, mix, rng_state, start_loader_server
 
-REQUIRED = ("model", "train_data", "loss")
-OPTIONAL = ("eval_data", "metrics")
+REQUIRED = ("model", "loss")
+OPTIONAL = ("train_data", "eval_data", "metrics")
 
 
 class MxnetTask(Protocol):
@@ -376,8 +378,8 @@ class MxnetFramework:
         task = load_task(job.task, job.task_args, REQUIRED)
         report_unused_methods(task, (*REQUIRED, *OPTIONAL), world)
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
-        train_reader = read(task.train_data())
-        eval_data = getattr(task, "eval_data", None)
+        train_reader = read(train_data_of(job, task))
+        eval_data = eval_data_of(job, task)
         with context:
             model = task.model()
         model.collect_params().reset_ctx(context)
@@ -395,7 +397,7 @@ class MxnetFramework:
             context=context,
             seeds=self._seeds,
         )
-        eval_reader = read(eval_data()) if eval_data else None
+        eval_reader = None if eval_data is None else read(eval_data)
         replica.python_state = state_of_task(mesh, task, [train_reader, eval_reader])
         return replica, train_reader, eval_reader
 

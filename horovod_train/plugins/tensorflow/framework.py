@@ -33,9 +33,11 @@ from horovod_train.frameworks.base import (
     StepOutcome,
     add_metric,
     check_is_one_number,
+    eval_data_of,
     load_task,
     make_optimizer,
     report_unused_methods,
+    train_data_of,
 )
 from horovod_train.frameworks.devices import join, own_gpu
 from horovod_train.frameworks.exchange import name_of_exchange
@@ -45,8 +47,8 @@ from horovod_train.plugins.frameworks import variables
 from horovod_train.plugins.frameworks.variables import LossComparison, LossScale, VariablesReplica
 from horovod_train.plugins.frameworks.variables import broadcast as broadcast_variables
 
-REQUIRED = ("model", "train_data", "loss")
-OPTIONAL = ("eval_data", "metrics")
+REQUIRED = ("model", "loss")
+OPTIONAL = ("train_data", "eval_data", "metrics")
 
 
 class TensorflowTask(Protocol):
@@ -576,8 +578,8 @@ class TensorflowFramework:
         task = load_task(job.task, job.task_args, REQUIRED)
         report_unused_methods(task, (*REQUIRED, *OPTIONAL), world)
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
-        train_reader = read(task.train_data())
-        eval_data = getattr(task, "eval_data", None)
+        train_reader = read(train_data_of(job, task))
+        eval_data = eval_data_of(job, task)
         model = task.model()
         if isinstance(model, keras.Layer) and not model.built:
             task.loss(model, train_reader.first(), training=False)
@@ -591,7 +593,7 @@ class TensorflowFramework:
             job=job,
             task=task,
         )
-        eval_reader = read(eval_data()) if eval_data else None
+        eval_reader = None if eval_data is None else read(eval_data)
         replica.python_state = state_of_task(mesh, task, [train_reader, eval_reader])
         replica.one_process = LossComparison(world, train_reader, replica, job)
         return replica, train_reader, eval_reader

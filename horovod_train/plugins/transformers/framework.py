@@ -30,7 +30,13 @@ from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import PlannedSteps, num_steps
 from horovod_train.errors import UserError
-from horovod_train.frameworks.base import Bridge, load_task, report_unused_methods
+from horovod_train.frameworks.base import (
+    Bridge,
+    eval_data_of,
+    load_task,
+    report_unused_methods,
+    train_data_of,
+)
 from horovod_train.frameworks.callbacks import (
     Attributes,
     CallbackState,
@@ -56,8 +62,8 @@ from horovod_train.frameworks.torch.task import TorchReader
 from horovod_train.plugins.frameworks.variables import TrainerReplica
 from horovod_train.plugins.transformers.trainer import HorovodTrainerMixin, hide_launcher, lengths_of
 
-REQUIRED = ("model", "train_data")
-OPTIONAL = ("eval_data", "collate", "metrics", "callbacks")
+REQUIRED = ("model",)
+OPTIONAL = ("train_data", "eval_data", "collate", "metrics", "callbacks")
 
 
 class TransformersTask(Protocol):
@@ -121,9 +127,8 @@ class TransformersFramework(TorchBased):
         optimizer = optimizer_over(job, parameters, world.size)
         collate = getattr(self._task, "collate", default_data_collator)
         read = reader_factory(job, device, collate=collate)
-        eval_data = getattr(self._task, "eval_data", None)
-        eval_set = eval_data() if eval_data else None
-        self._train_reader = read(self._task.train_data())
+        eval_set = eval_data_of(job, self._task)
+        self._train_reader = read(train_data_of(job, self._task))
         defer_hooks_after_accumulation(model)
         self._gradients = make_allreduce(world, job.allreduce)
         self._gradients.bind(model, optimizer)
@@ -285,7 +290,9 @@ class _Source:
         self._bridge = bridge
         self._reader = reader
         self._accumulation_steps = job.train.accumulation_steps
-        self._num_steps = num_steps(len(reader), 0, job.global_batch_size(world.size))
+        self._num_steps = num_steps(
+            job.data.samples_per_epoch or len(reader), 0, job.global_batch_size(world.size)
+        )
         self.steps = PlannedSteps()
         self.number = 0
 

@@ -22,6 +22,7 @@ from horovod_train.checkpoint.arrays import ArrayBlob, dump_state, parse_state
 from horovod_train.checkpoint.manager import CheckpointManager, LoadedCheckpoint, document_changes
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.config.schema import Job
+from horovod_train.data.order import DataOrder
 from horovod_train.errors import CheckpointError, NumericError, describe_ranks
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework, HasPythonState, Replica, SchedulesArguments
@@ -30,7 +31,7 @@ from horovod_train.lr.policy import ArgumentSchedules
 from horovod_train.registry import HOOKS, load_attribute
 from horovod_train.telemetry.catalog import StepRecord
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.training.run import Callbacks, DataOrder, Progress, Run, StepReport
+from horovod_train.training.run import Callbacks, Progress, Run, StepReport
 
 
 def record_step(recorder: Recorder, report: StepReport) -> None:

@@ -22,7 +22,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.data.shard import StepShare, epoch_order
+from horovod_train.data.order import order_of
+from horovod_train.data.shard import StepShare
 from horovod_train.errors import UserError
 from horovod_train.events.types import ComparedWithOneProcess
 from horovod_train.events.wire import Reporter
@@ -134,7 +135,7 @@ class CompareWithOneProcess(Hook):
 def _samples(run: Run, share: StepShare) -> list[list[int]]:
     """Return the samples of a step in two parts: others in each step, in the order of the step."""
     order = run.progress.order
-    places = epoch_order(order.num_samples, order.seed, run.progress.epoch, shuffle=order.shuffle)
+    places = order_of(order, run.train_reader.dataset, run.progress.epoch)
     of_step = places[share.cursor : share.cursor + share.num_samples]
     chosen = np.random.default_rng(share.cursor + run.progress.step).permutation(len(of_step))
     half = len(chosen) // 2

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_map
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, any_rank
-from horovod_train.config.schema import Data, Job, Train
+from horovod_train.config.data import Data
+from horovod_train.config.schema import Job, Train
 from horovod_train.data.shard import InOrder, MicroBatch, PlannedStep
 from horovod_train.errors import CheckpointError, UserError, result_of, translated
-from horovod_train.frameworks.base import PythonStateOfRank, StepClock, add_metric
+from horovod_train.frameworks.base import PythonStateOfRank, StepClock, add_metric, train_data_of
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model
 from horovod_train.frameworks.torch.comm.sync_batch_norm import without_statistics
 from horovod_train.frameworks.torch.state.local import (
@@ -392,7 +393,7 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def batch_of(job: Job, task: TorchTask) -> Any:
     """Read a micro-batch of a task, as real tensors."""
-    reader = TorchReader(task.train_data(), Data(), job.train.seed, Placement(torch.device("cpu")))
+    reader = TorchReader(train_data_of(job, task), Data(), job.train.seed, Placement(torch.device("cpu")))
     length = min(job.train.batch_size_per_rank, len(reader))
     return next(iter(reader.read(0, InOrder(length), [MicroBatch(0, length, share=1.0)])))
 

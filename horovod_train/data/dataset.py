@@ -1,0 +1,537 @@
+"""Datasets of files, for all frameworks.
+
+    FileDataset     the samples of files, by their number
+    Concatenation   several of them, for mixtures
+    training_files, evaluation_files
+                    the data of a job
+
+A dataset carries paths only: loader processes open files, and file systems, themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from horovod_train.config.data import Data, Files
+from horovod_train.data.cache import Cache, Held, default_folder
+from horovod_train.data.index import (
+    FUNCTIONS,
+    Description,
+    Index,
+    IndexMaker,
+    cached_name,
+    local_file,
+    naming,
+)
+from horovod_train.data.order import (
+    MAX_PERMUTATION,
+    DataOrder,
+    Draws,
+    Endless,
+    Mixture,
+    Numbers,
+    Passes,
+    SimilarLengths,
+    without_replacement,
+)
+from horovod_train.data.remote import is_remote
+from horovod_train.data.source import Opened, Source
+from horovod_train.errors import HorovodTrainError, UserError
+from horovod_train.registry import SOURCES, load_function
+
+log = logging.getLogger(__name__)
+
+MAX_OPEN_FILES = 128
+NUM_PREFETCHED = 4
+"""Remote files that are copied before they are needed."""
+REPORT_INTERVAL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of a user, which another process imports by its location."""
+
+    location: str | Callable[[Any], Any]
+
+    @cached_property
+    def wrapped(self) -> Callable[[Any], Any]:
+        """The function."""
+        found: Callable[[Any], Any] = (
+            load_function(self.location) if isinstance(self.location, str) else self.location
+        )
+        return found
+
+    def __call__(self, sample: Any) -> Any:
+        return self.wrapped(sample)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Function, (self.location,)
+
+
+@dataclass
+class _Open:
+    """An open file, and the lock of the cache on it."""
+
+    opened: Opened
+    held: Held | None
+
+    def close(self) -> None:
+        self.opened.close()
+        if self.held is not None:
+            self.held.close()
+
+
+class FileDataset:
+    """The samples of files.
+
+    Args:
+        index: Index of the files.
+        source: Their format.
+        cache: Cache of this host.
+        decode: Function of a stored sample; None: that of the source.
+        collate: Function of a list of samples, which returns a batch; None: arrays are stacked.
+        replacement: Draw by weights with replacement.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        source: Source,
+        cache: Cache,
+        *,
+        decode: Callable[[Any], Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        replacement: bool = True,
+    ) -> None:
+        self.index, self.source, self.cache = index, source, cache
+        self._decode = decode
+        if collate is not None:
+            self.collate = collate
+        self._replacement = replacement
+        self._open_files: OrderedDict[int, _Open] = OrderedDict()
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {**vars(self), "_open_files": OrderedDict()}
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return int(self.index.document["num_samples"])
+
+    def __getitem__(self, number: int, /) -> Any:
+        """Return a sample."""
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        return self.__getitems__([number % len(self)])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Return some samples; those of one file are read together.
+
+        Raises:
+            DataError: A file is damaged, or has changed since its index was made.
+        """
+        files, places = self.places_of(np.asarray(numbers, np.int64))
+        found: list[Any] = [None] * len(numbers)
+        for file in dict.fromkeys(files.tolist()):
+            mine = np.flatnonzero(files == file).tolist()
+            url = self.index.url(file)
+            with naming(url):
+                samples = self._file(file).opened.read(places[mine].tolist())
+                for at, sample in zip(mine, samples, strict=True):
+                    found[at] = self._decoded(sample)
+        return found
+
+    def places_of(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the file of each sample, and its place in the file."""
+        files = np.searchsorted(self.index.ends, numbers, "right")
+        return files, numbers - self.index.ends[files] + self.index.sizes[files]
+
+    def _decoded(self, sample: Any) -> Any:
+        return self.source.decode(sample) if self._decode is None else self._decode(sample)
+
+    def _file(self, file: int) -> _Open:
+        found = self._open_files.get(file)
+        if found is None:
+            listed = self.index.listed(file)
+            path, held = self._local(file)
+            opened = self.source.open(path, self.index.rows(file), listed.url)
+            found = self._open_files[file] = _Open(opened, held)
+            while len(self._open_files) > MAX_OPEN_FILES:
+                self._open_files.popitem(last=False)[1].close()
+        self._open_files.move_to_end(file)
+        return found
+
+    def close(self) -> None:
+        """Close all files; they are opened again when they are needed."""
+        while self._open_files:
+            self._open_files.popitem()[1].close()
+        self.index = Index(self.index.folder)  # without memory maps
+
+    def digest(self) -> str:
+        """Return a digest of the files, and of how their samples are chosen."""
+        return self.index.digest
+
+    def endless(self, order: DataOrder) -> Endless:
+        """Return the samples of all epochs.
+
+        Raises:
+            UserError: The data has too many samples for drawing without replacement.
+        """
+        length = len(self)
+        whole: Endless = Passes.over(order, self.index.sizes)
+        if self._has("ends"):
+            ends = self.index.column("ends")
+            if self._replacement:
+                whole = Draws(ends, order.seed)
+            elif length > MAX_PERMUTATION:
+                raise UserError(
+                    f"data.sampling.replacement: {length:,} samples cannot be drawn without replacement, at "
+                    f"most {MAX_PERMUTATION:,}",
+                    hint="draw with replacement",
+                )
+            else:
+                make = without_replacement(np.diff(ends, prepend=0.0), order.seed, order.num_samples)
+                whole = Passes(order.num_samples, make)
+        if self._has("lengths"):
+            lengths = self.index.column("lengths")
+            window = order.num_samples if self._has("ends") else length
+            whole = SimilarLengths(whole, lengths, order.row_size, order.seed, window)
+        return whole
+
+    def _has(self, column: str) -> bool:
+        return (self.index.folder / f"{column}.npy").is_file()
+
+    def cached_files(self, numbers: Numbers) -> Iterator[tuple[FileDataset, int]]:
+        """Yield the files of some samples that are copied or unpacked before they are read."""
+        files, _ = self.places_of(numbers)
+        for file in dict.fromkeys(files.tolist()):
+            url = self.index.url(file)
+            if is_remote(url) or self.source.is_packed(url):
+                yield self, file
+
+    def fetch(self, file: int) -> None:
+        """Copy or unpack a file into the cache."""
+        held = self._local(file)[1]
+        if held is not None:
+            held.close()
+
+    def _local(self, file: int) -> tuple[Path, Held | None]:
+        return local_file(self.index.listed(file), self.source, self.cache, self.index.file_digest(file))
+
+    def prefetcher(self, upcoming: Iterable[Numbers]) -> Prefetcher:
+        """Start a thread that copies files before the samples of the next batches are read."""
+        return Prefetcher(self, upcoming)
+
+    def waiting_for(self, numbers: Numbers) -> str:
+        """Return the file among those of some samples that is being copied, and how fast; empty: none."""
+        for dataset, file in self.cached_files(numbers):
+            listed = dataset.index.listed(file)
+            name = cached_name(listed, dataset.source, dataset.index.file_digest(file))
+            if (found := dataset.cache.progress(name)) is not None:
+                size_bytes, elapsed_s = found
+                return (
+                    f"{listed.url} ({size_bytes / 2**20:.1f} of {listed.size_bytes / 2**20:.1f} MiB, "
+                    f"{size_bytes / 2**20 / max(elapsed_s, 1e-3):.2g} MiB/s)"
+                )
+        return ""
+
+
+class Concatenation:
+    """The samples of several datasets, one dataset after the other, and their mixture.
+
+    Args:
+        parts: The datasets.
+        proportions: Part of the samples that each has, relative to the others.
+    """
+
+    def __init__(self, parts: Sequence[FileDataset], proportions: Sequence[float]) -> None:
+        self._parts = list(parts)
+        self._proportions = [each / sum(proportions) for each in proportions]
+        self._ends = np.cumsum([len(part) for part in parts])
+        if hasattr(parts[0], "collate"):
+            self.collate = parts[0].collate
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return int(self._ends[-1])
+
+    def __getitem__(self, number: int, /) -> Any:
+        """Return a sample."""
+        return self.__getitems__([number % len(self)])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Return some samples."""
+        wanted = np.asarray(numbers, np.int64)
+        of = np.searchsorted(self._ends, wanted, "right")
+        found: list[Any] = [None] * len(wanted)
+        for number, part in enumerate(self._parts):
+            mine = np.flatnonzero(of == number)
+            samples = part.__getitems__(self._inside(wanted[mine], number).tolist())
+            for at, sample in zip(mine.tolist(), samples, strict=True):
+                found[at] = sample
+        return found
+
+    def close(self) -> None:
+        """Close all files."""
+        for part in self._parts:
+            part.close()
+
+    def _inside(self, numbers: Numbers, part: int) -> Numbers:
+        return numbers - int(self._ends[part]) + len(self._parts[part])
+
+    def digest(self) -> str:
+        """Return a digest of the files of all parts, and of the proportions."""
+        return " ".join([*(part.digest()[:12] for part in self._parts), repr(self._proportions)])
+
+    def endless(self, order: DataOrder) -> Endless:
+        """Return the samples of all epochs."""
+        orders = [
+            DataOrder(
+                len(part),
+                order.seed + number,
+                order.shuffle,
+                order.kind,
+                row_size=max(1, round(order.row_size * proportion)),
+            )
+            for number, (part, proportion) in enumerate(zip(self._parts, self._proportions, strict=True))
+        ]
+        whole = [part.endless(own) for part, own in zip(self._parts, orders, strict=True)]
+        return Mixture(whole, (self._ends - [len(part) for part in self._parts]).tolist(), self._proportions)
+
+    def cached_files(self, numbers: Numbers) -> Iterator[tuple[FileDataset, int]]:
+        """Yield the files of some samples that are copied or unpacked before they are read."""
+        of = np.searchsorted(self._ends, numbers, "right")
+        for number, part in enumerate(self._parts):
+            yield from part.cached_files(self._inside(numbers[of == number], number))
+
+    prefetcher = FileDataset.prefetcher
+    waiting_for = FileDataset.waiting_for
+
+
+@dataclass
+class Prefetcher:
+    """Thread that copies remote files before the samples in them are read.
+
+    Attributes:
+        dataset: The dataset.
+        upcoming: Numbers of the samples of each batch, from the next one.
+    """
+
+    dataset: Any
+    upcoming: Iterable[Numbers]
+    _ahead: deque[int] = field(default_factory=deque)
+    _position: int = 0
+    _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._condition = threading.Condition()
+        threading.Thread(target=self._run, daemon=True, name="prefetch").start()
+
+    def advance(self) -> None:
+        """Note that another batch was requested."""
+        with self._condition:
+            self._position += 1
+            self._condition.notify()
+
+    def close(self) -> None:
+        """End the thread after the current file."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
+
+    def _run(self) -> None:
+        seen: OrderedDict[tuple[int, int], None] = OrderedDict()
+        for number, numbers in enumerate(self.upcoming):
+            for dataset, file in self.dataset.cached_files(numbers):
+                key = id(dataset), file
+                if key in seen:
+                    seen.move_to_end(key)
+                    continue
+                seen[key] = None
+                while len(seen) > MAX_OPEN_FILES:
+                    seen.popitem(last=False)
+                if not self._wait_for(number):
+                    return
+                try:
+                    dataset.fetch(file)
+                except HorovodTrainError as error:
+                    log.info("prefetch: %s", error.message)  # who needs the file reports it
+                self._ahead.append(number)
+
+    def _wait_for(self, number: int) -> bool:
+        """Wait until few files are ahead of what is read; False: the thread must end."""
+        with self._condition:
+            while not self._is_closed:
+                while self._ahead and self._ahead[0] <= self._position:
+                    self._ahead.popleft()
+                if number <= self._position or len(self._ahead) < NUM_PREFETCHED:
+                    return True
+                self._condition.wait()
+        return False
+
+
+def training_files(data: Data, run_dir: str) -> FileDataset | Concatenation | None:
+    """Return the training data of a job; None: the task returns it.
+
+    Args:
+        data: The job's section.
+        run_dir: Folder of all runs.
+
+    Raises:
+        UserError: Files are missing or damaged, or a function has failed.
+    """
+    if data.source is not None:
+        return file_dataset(data, data, run_dir)
+    if not data.mixture:
+        return None
+    parts = [file_dataset(part, data, run_dir) for part in data.mixture]
+    return Concatenation(parts, [part.proportion for part in data.mixture])
+
+
+def evaluation_files(data: Data, run_dir: str) -> FileDataset | None:
+    """Return the evaluation data of a job; None: the task returns it, if there is any.
+
+    Args:
+        data: The job's section.
+        run_dir: Folder of all runs.
+
+    Raises:
+        UserError: Files are missing or damaged, or a function has failed.
+    """
+    if data.eval is None:
+        return None
+    of = first_files(data)
+    like = None if of.source is None else file_dataset(of, data, run_dir)
+    return file_dataset(with_defaults(data.eval, of), data, run_dir, like=like, is_sampled=False)
+
+
+def first_files(data: Data) -> Files:
+    """Return the files of the training data, of a mixture the first part."""
+    return data.mixture[0] if data.mixture else data
+
+
+def with_defaults(files: Files, of: Files) -> Files:
+    """Return the fields of the evaluation data, with those of the training data that it does not give."""
+    update: dict[str, Any] = {}
+    if files.source is None:
+        update["source"] = of.source
+    if files.source in (None, of.source):
+        update |= {name: getattr(files, name) or getattr(of, name) for name in ("source_args", "decode")}
+    return files.model_copy(update=update)
+
+
+def file_dataset(
+    files: Files,
+    data: Data,
+    run_dir: str,
+    *,
+    like: FileDataset | None = None,
+    is_sampled: bool = True,
+) -> FileDataset:
+    """Return the dataset of some files, whose index is made if there is none.
+
+    Args:
+        files: The files.
+        data: The job's section.
+        run_dir: Folder of all runs.
+        like: The training data, which determines such things as the names of classes; None: these files do.
+        is_sampled: ``data.sampling`` applies to it.
+    """
+    maker = index_maker(files, data, run_dir, is_sampled=is_sampled)
+    index = maker.index()
+    described = (like.index if like is not None else index).document["described"]
+    source = maker.source if not described else maker.source.model_copy(update=described)
+    return FileDataset(
+        index,
+        source,
+        maker.cache,
+        decode=None if files.decode is None else Function(files.decode),
+        collate=None if data.collate is None else Function(data.collate),
+        replacement=data.sampling is None or data.sampling.replacement,
+    )
+
+
+def index_maker(
+    files: Files, data: Data, run_dir: str, *, is_sampled: bool = True, num_processes: int = 1
+) -> IndexMaker:
+    """Return the maker of an index of some files of a job."""
+    assert files.source is not None
+    source: Source = SOURCES.make(
+        files.source,
+        lambda factory: factory.model_validate(files.source_args),
+        args_field="data.source_args",
+    )
+    sampling = data.sampling if is_sampled else None
+    locations = {"keep": files.keep}
+    if sampling is not None:
+        locations |= {name: getattr(sampling, name) for name in FUNCTIONS if name != "keep"}
+    functions = {name: Function(each) for name, each in locations.items() if each is not None}
+    folder = Path(data.cache.dir).expanduser() if data.cache.dir is not None else default_folder()
+    root = Path(run_dir) / ".index" if data.index_dir is None else Path(data.index_dir).expanduser()
+    excluded = {} if files.exclude is None else read_excluded(Path(files.exclude))
+    return IndexMaker(
+        Description(source, files.files, functions, excluded),
+        Cache(folder, data.cache.size_gib * 2**30),
+        root,
+        num_processes=num_processes,
+        report=_Report(files),
+    )
+
+
+@dataclass
+class _Report:
+    """Logs how much of an index is made."""
+
+    files: Files
+    _next_s: float = 0.0
+
+    def __call__(self, done: int, total: int, num_samples: int) -> None:
+        now_s = monotonic()
+        if self._next_s and now_s < self._next_s and done < total:
+            return
+        is_first, self._next_s = not self._next_s, now_s + REPORT_INTERVAL_S
+        if is_first:
+            self._next_s = now_s + 1.0  # nothing is said about what takes less
+            return
+        log.info("index of %s: %d of %d files, %d samples", self.files.files[0], done, total, num_samples)
+
+
+def read_excluded(path: Path) -> dict[str, list[int]]:
+    """Return what a file of ``data.exclude`` leaves out: files, and for each its samples; empty: all.
+
+    A line has the name of a file, and, after a tab, the number of a sample. ``#`` begins a comment.
+
+    Raises:
+        UserError: The file cannot be read, or a line is not valid.
+    """
+    try:
+        lines = path.expanduser().read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.exclude: {path}: {error}", hint="correct data.exclude") from error
+    found: dict[str, list[int]] = {}
+    whole = set()
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].rstrip()
+        if not text:
+            continue
+        url, tab, sample = text.partition("\t")
+        if tab and not sample.strip().isdecimal():
+            raise UserError(
+                f"data.exclude: {path}: line {number}: {sample!r} is not the number of a sample",
+                hint="write FILE, or FILE, a tab, and a number",
+            )
+        found.setdefault(url, [])
+        if tab:
+            found[url].append(int(sample))
+        else:
+            whole.add(url)
+    return {url: [] if url in whole else sorted(set(numbers)) for url, numbers in found.items()}

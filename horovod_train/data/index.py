@@ -1,0 +1,533 @@
+"""Index of files: how many samples each has, and where each sample is in its file.
+
+    <key>/index.json    what the index describes, its digest, and the number of samples
+    <key>/files.txt     name of each file, a line for each
+    <key>/files.npy     for each file: samples, size, digest, and place of its name (``FILES``)
+    <key>/rows.npy      rows of all samples (``Source.rows``), one file after the other
+    <key>/ends.npy      cumulative sums of the weights of samples, if the job has weights
+    <key>/lengths.npy   lengths of samples, if the job has lengths
+
+An index is made once, by the first process that needs it. Others wait for it. Parts that are complete remain
+if the process is killed, and are not made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import shutil
+import types
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from multiprocessing import get_context
+from pathlib import Path
+from time import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from horovod_train.data.cache import MAKING, Cache, Held, lock, name_of, private_folder
+from horovod_train.data.order import Numbers
+from horovod_train.data.remote import (
+    Listed,
+    changed,
+    digest_of,
+    download,
+    is_remote,
+    list_files,
+    local_path,
+)
+from horovod_train.data.source import DataError, Rows, Source
+from horovod_train.errors import HorovodTrainError, UserError, result_of
+from horovod_train.system.files import write_atomic
+
+VERSION = 1
+FILES = np.dtype([("samples", "<i8"), ("size_bytes", "<i8"), ("digest", "<i8"), ("name", "<i8")])
+LISTED_AGAIN_S = 600.0
+"""Files are listed again if that was done so long ago, to find files that were added or removed."""
+FUNCTIONS = ("keep", "weight", "balance", "length")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What an index describes.
+
+    Attributes:
+        source: The source, with its arguments.
+        files: Patterns of files.
+        functions: Functions of samples as they are stored: ``keep``, ``weight``, ``balance``, ``length``.
+        excluded: Names of files, and for each the numbers of its samples that are left out; empty: all.
+    """
+
+    source: Source
+    files: Sequence[str]
+    functions: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    excluded: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def key(self) -> str:
+        """Return the name of the index: a hash of all that determines it, but the content of files."""
+        source = type(self.source)
+        arguments = self.source.model_dump(mode="json")
+        return name_of(
+            VERSION,
+            f"{source.__module__}.{source.__qualname__}",
+            source.version,
+            arguments,
+            list(self.files),
+            sorted((name, code_digest(each)) for name, each in self.functions.items()),
+            sorted((name, list(numbers)) for name, numbers in self.excluded.items()),
+        )
+
+
+def code_digest(function: Callable[..., Any]) -> str:
+    """Return a digest of the code of a function, and of functions of its module that it names."""
+    found: dict[str, str] = {}
+    function = getattr(function, "wrapped", function)
+    module = vars(inspect.getmodule(function) or types)
+
+    def add(each: Callable[..., Any]) -> None:
+        code = getattr(each, "__code__", None)
+        name = getattr(each, "__qualname__", repr(each))
+        if code is None or name in found:
+            return
+        source, _ = result_of(lambda: inspect.getsource(each))
+        found[name] = source if source is not None else repr((code.co_code, code.co_consts))
+        for named in code.co_names:
+            value = module.get(named)
+            if isinstance(value, types.FunctionType) and value.__module__ == each.__module__:
+                add(value)
+
+    add(function)
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
+@dataclass
+class Index:
+    """An index on the disk. Arrays are mapped into memory.
+
+    Attributes:
+        folder: The folder of the index.
+    """
+
+    folder: Path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Index, (self.folder,)
+
+    @cached_property
+    def document(self) -> Mapping[str, Any]:
+        """The content of ``index.json``."""
+        found: Mapping[str, Any] = json.loads((self.folder / "index.json").read_text())
+        return found
+
+    @property
+    def digest(self) -> str:
+        """Digest of all files, and of how samples are chosen."""
+        return str(self.document["digest"])
+
+    @cached_property
+    def sizes(self) -> Numbers:
+        """Number of samples of each file, shape [files]."""
+        return np.ascontiguousarray(self._files["samples"])
+
+    @cached_property
+    def ends(self) -> Numbers:
+        """Number of the sample after the last one of each file, shape [files]."""
+        return np.cumsum(self.sizes)
+
+    @cached_property
+    def _files(self) -> npt.NDArray[Any]:
+        found: npt.NDArray[Any] = np.load(self.folder / "files.npy", mmap_mode="r")
+        return found
+
+    @cached_property
+    def _names(self) -> npt.NDArray[np.uint8]:
+        return np.memmap(self.folder / "files.txt", np.uint8, "r")
+
+    def url(self, file: int) -> str:
+        """Return the name of a file."""
+        start = int(self._files["name"][file])
+        end = len(self._names) if file + 1 == len(self._files) else int(self._files["name"][file + 1])
+        return self._names[start : end - 1].tobytes().decode()
+
+    def listed(self, file: int) -> Listed:
+        """Return name and size of a file."""
+        return Listed(self.url(file), int(self._files["size_bytes"][file]))
+
+    def file_digest(self, file: int) -> int:
+        """Return the digest of a file; 0: there is none."""
+        return int(self._files["digest"][file])
+
+    def rows(self, file: int) -> Rows:
+        """Return the rows of the samples of a file."""
+        rows = np.load(self.folder / "rows.npy", mmap_mode="r")
+        end = int(self.ends[file])
+        return np.array(rows[end - int(self.sizes[file]) : end])
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Return an array with a number for each sample: ``ends`` of weights, or ``lengths``."""
+        found: npt.NDArray[Any] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
+        return found
+
+
+@contextmanager
+def naming(url: str) -> Iterator[None]:
+    """Return a context in which errors of a format name the file."""
+    try:
+        yield
+    except DataError as error:
+        if url in error.message:
+            raise
+        hint = error.hint or "restore the file, or leave it out: `horovod-train data verify` lists such files"
+        raise DataError(f"{url}: {error.message}", hint=hint) from error
+
+
+def local_file(listed: Listed, source: Source, cache: Cache, digest: int = 0) -> tuple[Path, Held | None]:
+    """Return a file that ``source.open`` can read: the file itself, or one in the cache.
+
+    Args:
+        listed: The file.
+        source: Its format.
+        cache: The cache of this host.
+        digest: Digest of the file in the index; 0: there is none.
+
+    Raises:
+        DataError: The file is damaged, or is not the one of the index.
+    """
+    url = listed.url
+    is_packed = source.is_packed(url)
+    if not is_remote(url):
+        path = local_path(url)
+        size_bytes, _ = result_of(lambda: path.stat().st_size)
+        if size_bytes is None:
+            raise DataError(f"{url}: does not exist any more", hint="restore it")
+        if size_bytes != listed.size_bytes or (digest and not is_packed and digest_of(path) != digest):
+            raise changed(url)
+        if not is_packed:
+            return path, None
+    held = cache.hold(
+        cached_name(listed, source, digest),
+        Path(url).name,
+        listed.size_bytes,
+        lambda to: _make_local(listed, source, to, digest),
+    )
+    return held.path, held
+
+
+def cached_name(listed: Listed, source: Source, digest: int) -> str:
+    """Return the name of a file in the cache."""
+    version = (type(source).__name__, source.version) if source.is_packed(listed.url) else ()
+    return name_of(listed.url, listed.size_bytes, digest, version)
+
+
+def _make_local(listed: Listed, source: Source, to: Path, digest: int) -> None:
+    """Copy a file if it is remote, and unpack it if necessary."""
+    url = listed.url
+    is_packed = source.is_packed(url)
+    original = to.with_name(f"{MAKING}packed-{Path(url).name}") if is_packed else to
+    try:
+        if is_remote(url):
+            download(url, listed.size_bytes, original)
+        else:
+            original = local_path(url)
+            if digest and digest_of(original) != digest:
+                raise changed(url)
+        if is_packed:
+            with naming(url):
+                source.unpack(original, to)
+        if is_remote(url) and digest and digest_of(to) != digest:
+            raise changed(url)
+    finally:
+        if is_packed and is_remote(url):
+            original.unlink(missing_ok=True)
+
+
+class IndexMaker:
+    """Makes the index of a description, or returns one that exists.
+
+    Args:
+        description: What the index describes.
+        cache: The cache of this host.
+        root: Folder of all indices.
+        num_processes: Number of processes that read files.
+        report: Called with the number of files that are done, of all files, and of samples so far.
+    """
+
+    def __init__(
+        self,
+        description: Description,
+        cache: Cache,
+        root: Path,
+        *,
+        num_processes: int = 1,
+        report: Callable[[int, int, int], None] = lambda *_: None,
+    ) -> None:
+        self.source, self.cache = description.source, cache
+        self._description, self._cache, self._root = description, cache, root
+        self._num_processes, self._report = num_processes, report
+
+    def index(self, *, again: bool = False) -> Index:
+        """Return the index. One process of all that have the folder makes it, and the others wait.
+
+        Args:
+            again: List the files again, and make the index if they have changed.
+
+        Raises:
+            UserError: There are no files or no samples, or a function has failed.
+            DataError: A file is damaged.
+        """
+        private_folder(self._root)
+        key = self._description.key()
+        current = self._root / f"{key}.current"
+        with lock(self._root / f"{key}.lock"):
+            found, _ = result_of(lambda: (current.read_text(), current.stat().st_mtime))
+            if found is not None and not again and time() - found[1] < LISTED_AGAIN_S:
+                return Index(self._root / found[0])
+            self.cache.remove_leftovers()
+            listed = self._listed()
+            digest = name_of([(each.url, each.size_bytes) for each in listed])[:16]
+            folder = self._root / f"{key}-{digest}"
+            if again:
+                shutil.rmtree(folder, ignore_errors=True)
+            if not (folder / "index.json").is_file():
+                self._make(folder, listed)
+            write_atomic(current, folder.name)
+        return Index(folder)
+
+    def _listed(self) -> list[Listed]:
+        description = self._description
+        files = list_files(list_patterns(description))
+        excluded = {url for url, numbers in description.excluded.items() if not numbers}
+        if unknown := description.excluded.keys() - {each.url for each in files}:
+            raise UserError(
+                f"data.exclude: {min(unknown)} is none of the files", hint="correct it, or remove the line"
+            )
+        if broken := next((each.url for each in files if "\n" in each.url), None):
+            raise UserError(f"data.files: the name {broken!r} has a line break", hint="rename the file")
+        return [each for each in files if each.url not in excluded]
+
+    def _make(self, folder: Path, listed: Sequence[Listed]) -> None:
+        description = self._description
+        parts = folder.with_name(f"{folder.name}.parts")
+        private_folder(parts)
+        if description.source.is_one_sample and not description.functions:
+            of_files = [(1, 0)] * len(listed)
+        else:
+            of_files = self._make_parts(parts, listed)
+        temporary = folder.with_name(f"{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        digest = _write_index(temporary, parts, description, listed, of_files)
+        document = {
+            "version": VERSION,
+            "source": type(description.source).__name__,
+            "described": dict(description.source.described([each.url for each in listed])),
+            "num_samples": sum(samples for samples, _ in of_files),
+            "digest": digest,
+        }
+        if not document["num_samples"]:
+            raise UserError(
+                "data.files: the files have no samples" + (" that are kept" if description.functions else ""),
+                hint="correct data.files or data.keep",
+            )
+        write_atomic(temporary / "index.json", json.dumps(document))
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        shutil.rmtree(parts, ignore_errors=True)
+
+    def _make_parts(self, parts: Path, listed: Sequence[Listed]) -> list[tuple[int, int]]:
+        """Make the part of each file that is not there yet; return samples and digest of each."""
+        number_samples = 0
+        missing = [at for at in range(len(listed)) if not (parts / f"{at}.npz").is_file()]
+        self._report(len(listed) - len(missing), len(listed), 0)
+        done = len(listed) - len(missing)
+        work = [(self._description, self._cache, listed[at], parts / f"{at}.npz") for at in missing]
+        for samples in _in_processes(make_part, work, self._num_processes):
+            done, number_samples = done + 1, number_samples + samples
+            self._report(done, len(listed), number_samples)
+        found = []
+        for at in range(len(listed)):
+            with np.load(parts / f"{at}.npz") as part:
+                found.append((len(part["rows"]), int(part["digest"])))
+        return found
+
+
+def list_patterns(description: Description) -> list[str]:
+    """Return the patterns of a description, with those of folders replaced by the files in them."""
+    return [each for pattern in description.files for each in description.source.expand(pattern)]
+
+
+def make_part(description: Description, cache: Cache, listed: Listed, part: Path) -> int:
+    """Write the part of an index that describes one file; return its number of samples.
+
+    Raises:
+        DataError: The file is damaged.
+        UserError: A function has failed.
+    """
+    source = description.source
+    path, held = local_file(listed, source, cache)
+    try:
+        with naming(listed.url):
+            rows = source.rows(path)
+            numbers = np.arange(len(rows))
+            if skipped := description.excluded.get(listed.url):
+                numbers = np.setdiff1d(numbers, np.asarray(skipped))
+            columns: dict[str, list[Any]] = {name: [] for name in description.functions if name != "keep"}
+            if description.functions:
+                numbers = _kept(description, listed, path, rows, numbers, columns)
+        digest = digest_of(path if is_remote(listed.url) else local_path(listed.url))
+    finally:
+        if held is not None:
+            held.close()
+    temporary = part.with_suffix(".tmp.npz")
+    arrays: dict[str, Any] = {name: np.array(values, _TYPES[name]) for name, values in columns.items()}
+    np.savez(temporary, rows=rows[numbers], digest=np.int64(digest), **arrays)
+    temporary.replace(part)
+    return len(numbers)
+
+
+_TYPES: Mapping[str, Any] = {"weight": np.float64, "length": np.int64, "balance": np.str_}
+CHUNK = 256
+"""Samples that are read at once."""
+
+
+def _kept(
+    description: Description,
+    listed: Listed,
+    path: Path,
+    rows: Rows,
+    numbers: npt.NDArray[np.int64],
+    columns: Mapping[str, list[Any]],
+) -> npt.NDArray[np.int64]:
+    """Call the functions of all samples of a file; return the numbers of those that are kept."""
+    opened = description.source.open(path, rows, listed.url)
+    keep = description.functions.get("keep")
+    kept = []
+    try:
+        for start in range(0, len(numbers), CHUNK):
+            chunk = numbers[start : start + CHUNK].tolist()
+            for number, sample in zip(chunk, opened.read(chunk), strict=True):
+                try:
+                    if keep is not None and not keep(sample):
+                        continue
+                    kept.append(number)
+                    for name, values in columns.items():
+                        values.append(_value_of(name, description.functions[name](sample)))
+                except HorovodTrainError:
+                    raise
+                except Exception as error:
+                    raise DataError(
+                        f"{listed.url}: a function of sample {number} has failed: "
+                        f"{type(error).__name__}: {error}",
+                        hint="correct the function, or leave the sample out: `horovod-train data verify`",
+                    ) from error
+    finally:
+        opened.close()
+    return np.array(kept, np.int64)
+
+
+def _value_of(name: str, value: Any) -> Any:
+    if name == "balance":
+        return str(value)
+    number = float(value)
+    if not np.isfinite(number) or number < 0:
+        raise ValueError(f"the {name} of a sample is {value!r}, and must be finite, and at least 0")
+    return number
+
+
+def _in_processes(
+    function: Callable[..., int], work: Sequence[tuple[Any, ...]], num_processes: int
+) -> Iterator[int]:
+    """Yield the results of calls, in any order."""
+    if num_processes == 1 or len(work) < 2:
+        yield from (function(*arguments) for arguments in work)
+        return
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("forkserver")) as pool:
+        futures = [pool.submit(function, *arguments) for arguments in work]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _write_index(
+    folder: Path,
+    parts: Path,
+    description: Description,
+    listed: Sequence[Listed],
+    of_files: Sequence[tuple[int, int]],
+) -> str:
+    """Write the arrays and names of an index; return its digest."""
+    names = [f"{each.url}\n".encode() for each in listed]
+    (folder / "files.txt").write_bytes(b"".join(names))
+    files = np.zeros(len(listed), FILES)
+    files["samples"], files["digest"] = zip(*of_files, strict=True)
+    files["size_bytes"] = [each.size_bytes for each in listed]
+    files["name"] = np.cumsum([0, *map(len, names[:-1])])
+    np.save(folder / "files.npy", files)
+    total = int(files["samples"].sum())
+    if not (description.source.is_one_sample and not description.functions):
+        _join_parts(folder, parts, len(listed), total, description.functions.keys())
+    else:
+        np.save(folder / "rows.npy", np.zeros((total, 0), np.int64))
+    source = type(description.source)
+    found = hashlib.sha256(repr((source.__name__, source.version)).encode())
+    found.update(repr(description.source.model_dump(mode="json")).encode())
+    found.update(
+        repr(sorted((name, code_digest(each)) for name, each in description.functions.items())).encode()
+    )
+    found.update(repr([Path(each.url).name for each in listed]).encode())
+    for name in ("samples", "size_bytes", "digest"):
+        found.update(np.ascontiguousarray(files[name]).tobytes())
+    return found.hexdigest()[:32]
+
+
+def _join_parts(folder: Path, parts: Path, number: int, total: int, columns: Collection[str]) -> None:
+    """Join the arrays of all parts."""
+    loaded = (np.load(parts / f"{at}.npz") for at in range(number))
+    rows: npt.NDArray[Any] | None = None
+    classes: Counter[str] = Counter()
+    start = 0
+    out = {name: _array(folder / f"{name}.npy", total) for name in ("lengths", "ends")
+           if COLUMN_OF[name] & set(columns)}  # fmt: skip
+    for part in loaded:
+        with part:
+            own = part["rows"]
+            if rows is None:
+                rows = np.lib.format.open_memmap(folder / "rows.npy", "w+", np.int64, (total, own.shape[1]))
+            rows[start : start + len(own)] = own
+            if "length" in part:
+                out["lengths"][start : start + len(own)] = part["length"]
+            if "weight" in part:
+                out["ends"][start : start + len(own)] = part["weight"]
+            if "balance" in part:
+                classes.update(part["balance"].tolist())
+            start += len(own)
+    if classes:
+        start = 0
+        for at in range(number):
+            with np.load(parts / f"{at}.npz") as part:
+                weights = [1.0 / classes[name] for name in part["balance"].tolist()]
+                out["ends"][start : start + len(weights)] = weights
+                start += len(weights)
+    if "ends" in out:
+        if total and not out["ends"].any():
+            raise UserError("data.sampling.weight: all weights are 0", hint="correct the function")
+        np.cumsum(out["ends"], out=out["ends"])
+
+
+COLUMN_OF: Mapping[str, set[str]] = {"lengths": {"length"}, "ends": {"weight", "balance"}}
+
+
+def _array(path: Path, length: int) -> npt.NDArray[Any]:
+    dtype = np.int64 if path.stem == "lengths" else np.float64
+    found: npt.NDArray[Any] = np.lib.format.open_memmap(path, "w+", dtype, (length,))
+    return found

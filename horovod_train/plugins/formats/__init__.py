@@ -1,0 +1,1 @@
+"""Formats of files with samples: the sources of ``data.source``."""

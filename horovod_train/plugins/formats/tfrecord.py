@@ -1,0 +1,139 @@
+"""TFRecord: records of ``tf.train.Example``, read without TensorFlow."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from horovod_train.data.source import ByteRanges, DataError, Rows
+
+HEAD = struct.Struct("<QI")
+"""Length of a record, and its checksum."""
+TAIL_BYTES = 4
+"""Checksum of the data of a record."""
+
+
+class TfRecord(ByteRanges):
+    """TFRecord files, plain or compressed. A stored sample is the bytes of a record."""
+
+    def rows(self, file: Path) -> Rows:
+        """Return the range of the data of each record."""
+        found = []
+        size_bytes, start = file.stat().st_size, 0
+        with file.open("rb") as opened:
+            while start < size_bytes:
+                opened.seek(start)
+                head = opened.read(HEAD.size)
+                if len(head) < HEAD.size:
+                    raise DataError("is cut off within a record")
+                length, checksum = HEAD.unpack(head)
+                if masked_crc32c(head[:8]) != checksum:
+                    raise DataError(f"is not a TFRecord file, or is damaged at byte {start}")
+                stop = start + HEAD.size + length + TAIL_BYTES
+                if stop > size_bytes:
+                    raise DataError("is cut off within a record")
+                found.append((start + HEAD.size, length))
+                start = stop
+        return np.array(found, np.int64).reshape(-1, 2)
+
+    def parse(self, data: bytes) -> bytes:
+        """Return the bytes of a record."""
+        return data
+
+    def decode(self, sample: bytes) -> dict[str, Any]:
+        """Return the features of an example: arrays of int64 or float32, or lists of bytes."""
+        try:
+            return dict(features(sample))
+        except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
+            raise DataError(f"has a record that is not a tf.train.Example: {error}") from error
+
+
+def _table() -> list[int]:
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)  # noqa: PLW2901
+        table.append(value)
+    return table
+
+
+_TABLE = _table()
+
+
+def masked_crc32c(data: bytes) -> int:
+    """Return the masked CRC-32C of TFRecord files (``tensorflow/core/lib/hash/crc32c.h``)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield number and value of the fields of a protobuf message: bytes, or an integer."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, kind = key >> 3, key & 7
+        if kind == 2:
+            length, at = _varint(data, at)
+            if at + length > len(data):
+                raise ValueError("a field is cut off")
+            yield number, data[at : at + length]
+            at += length
+        elif kind == 0:
+            value, at = _varint(data, at)
+            yield number, value
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+            yield number, data[at : at + size]
+            at += size
+        else:
+            raise ValueError(f"wire type {kind}")
+
+
+def features(data: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield name and values of the features of a ``tf.train.Example`` (``example.proto``)."""
+    for number, message in _fields(data):
+        if number != 1:
+            continue
+        for _, entry in _fields(message):
+            parts = dict(_fields(entry))
+            for kind, content in _fields(parts.get(2, b"")):
+                yield parts[1].decode(), _VALUES[kind](content)
+
+
+def _floats(content: bytes) -> Any:
+    return np.concatenate(
+        [np.frombuffer(value, "<f4") for _, value in _fields(content)] or [np.zeros(0, "f4")]
+    )
+
+
+def _integers(content: bytes) -> Any:
+    found = []
+    for _, value in _fields(content):
+        if isinstance(value, int):
+            found.append(value)
+            continue
+        at = 0
+        while at < len(value):
+            number, at = _varint(value, at)
+            found.append(number)
+    return np.array(found, np.uint64).astype(np.int64)
+
+
+_VALUES = {1: lambda content: [value for _, value in _fields(content)], 2: _floats, 3: _integers}
