@@ -15,6 +15,7 @@ from horovod_train.version import __version__
 if TYPE_CHECKING:
     from horovod_train.client import JobHandle, JobResult, job, jobs, submit
     from horovod_train.config.optimization import LearningRate
+    from horovod_train.data.dataset import open_files
     from horovod_train.errors import JobFailedError
     from horovod_train.frameworks.torch.step.gathering import gather
     from horovod_train.plugins.serve.remote import Client
@@ -31,6 +32,7 @@ _EXPORTS = {
     "init": "horovod_train.session",
     "job": "horovod_train.client",
     "jobs": "horovod_train.client",
+    "open_files": "horovod_train.data.dataset",
     "submit": "horovod_train.client",
 }
 
@@ -46,6 +48,7 @@ __all__ = [
     "init",
     "job",
     "jobs",
+    "open_files",
     "submit",
 ]
 

@@ -20,7 +20,7 @@ from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import CheckpointWritten, Notice, Resumed, Started, Summary, Target, Targets
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework, HasGenerators, HasPythonState, Reader, Replica
-from horovod_train.health.comparisons import FiniteGuard, check_same_data
+from horovod_train.health.comparisons import FiniteGuard, check_same_data, check_same_files
 from horovod_train.lr.policy import policy_of
 from horovod_train.registry import HOOKS
 from horovod_train.system.files import make_folder
@@ -222,6 +222,7 @@ def check_data(run: Run) -> None:
             ("the training data", run.train_reader),
             ("the evaluation data", run.eval_reader),
         ):
+            check_same_files(run.world, what, None if reader is None else reader.dataset)
             check_same_data(
                 run.world,
                 what,

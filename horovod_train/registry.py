@@ -192,13 +192,14 @@ def make_task_importable(location: str) -> None:
         sys.path[:] = [str(folder), *(path for path in sys.path if path not in ("", str(folder)))]
 
 
-def load_function(location: str) -> Any:
+def load_function(location: str) -> Callable[..., object]:
     """Return the function at ``module:name`` or ``/path/file.py:name``.
 
     Raises:
         UserError: It cannot be imported.
     """
-    return load_location(location, Registry("function", "", {}))
+    found: Callable[..., object] = load_location(location, Registry("function", "", {}))
+    return found
 
 
 FRAMEWORKS = Registry(

@@ -323,7 +323,8 @@ def quarantine(path: Path, reason: str) -> Path:
 def format_of(state: Mapping[str, Any]) -> int:
     """Return the format version of a checkpoint: the lowest whose readers know all its fields."""
     known = {"num_samples", "seed", "shuffle"}
-    return FORMAT_VERSION if state["progress"]["order"].keys() - known else WITHOUT_KINDS_OF_ORDER
+    order = state.get("progress", {}).get("order", {})
+    return FORMAT_VERSION if order.keys() - known else WITHOUT_KINDS_OF_ORDER
 
 
 def read_manifest(path: Path) -> Manifest:

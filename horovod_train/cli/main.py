@@ -47,6 +47,7 @@ COMMANDS = {  # name: module and purpose
     "doctor": ("horovod_train.cli.doctor", "Check this machine, hosts or a cluster."),
     "config": ("horovod_train.cli.about", "Show, check and describe job descriptions."),
     "checkpoint": ("horovod_train.cli.checkpoint", "List, verify, compare and export checkpoints."),
+    "data": ("horovod_train.cli.data", "Index, inspect and verify the files of a job's data."),
     "engine": ("horovod_train.cli.about", "Build and check Horovod."),
     "frameworks": ("horovod_train.cli.about", "Show the frameworks and their refused fields."),
     "tasks": ("horovod_train.cli.about", "Show the tasks that ship with this package."),

@@ -383,7 +383,7 @@ def _anchor_data(data: object, folder: Path) -> None:
 
 
 def _anchored(path: Any, folder: Path) -> Any:
-    is_path = isinstance(path, str) and path and "://" not in path and not path.startswith(("/", "~"))
+    is_path = isinstance(path, str) and path and "://" not in path and not path.startswith(("/", "~", "$"))
     return os.path.abspath(folder / path) if is_path else path  # noqa: PTH100  (it may have a pattern)
 
 

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 REMOVED = ".removed-"
 MAKING = ".making-"
+FULL = {errno.ENOSPC, errno.EDQUOT}
 _CONTENT = re.compile(r"[0-9a-f]{8}-")
 
 
@@ -47,7 +48,7 @@ def name_of(*parts: object) -> str:
 
 
 @dataclass
-class Held:
+class LockedFile:
     """A file of the cache that is not removed until ``close``."""
 
     path: Path
@@ -78,7 +79,7 @@ class Cache:
     def __reduce__(self) -> tuple[object, ...]:
         return Cache, (self.folder.parent, self._max_bytes)
 
-    def hold(self, name: str, label: str, size_bytes: int, make: Callable[[Path], None]) -> Held:
+    def get(self, name: str, label: str, size_bytes: int, make: Callable[[Path], None]) -> LockedFile:
         """Return a file, which ``make`` writes if it is not there.
 
         Args:
@@ -93,20 +94,20 @@ class Cache:
         place = self.folder / name
         while True:
             private_folder(place)
-            handle = _locked(place / "lock", fcntl.LOCK_SH)
+            handle = _lock_of(place / "lock", fcntl.LOCK_SH)
             if handle is None:
                 continue  # it was removed
             found = _content(place)
             if found is not None and self._is_intact(found):
                 os.utime(place)
-                return Held(found, handle)
+                return LockedFile(found, handle)
             os.close(handle)
             if found is not None:
                 log.warning("%s: is damaged, and is made again", found)
                 if not _remove(place):
                     raise UserError(f"{found}: is damaged, and in use", hint="end the jobs that use it")
                 continue
-            handle = _locked(place / "lock", fcntl.LOCK_EX)
+            handle = _lock_of(place / "lock", fcntl.LOCK_EX)
             if handle is None:
                 continue
             try:
@@ -118,27 +119,27 @@ class Cache:
     def _make(self, place: Path, label: str, size_bytes: int, make: Callable[[Path], None]) -> None:
         temporary = place / f"{MAKING}{label}"
         self.make_room(size_bytes, sparing=place)
-        for is_last in (False, True):
-            temporary.unlink(missing_ok=True)
+        try:
             try:
                 make(temporary)
-                break
             except OSError as error:
                 temporary.unlink(missing_ok=True)
-                if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                if error.errno not in FULL or not self.make_room(self._max_bytes, sparing=place):
                     raise
-                if is_last or not self.make_room(self._max_bytes, sparing=place):
-                    raise UserError(
-                        f"{self.folder}: no space is left for {size_bytes / 2**20:.0f} MiB",
-                        hint="set data.cache.dir to another folder, or data.cache.size_gib lower",
-                    ) from error
-            except BaseException:
-                temporary.unlink(missing_ok=True)
+                make(temporary)
+            temporary.chmod(0o400)
+            made = place / f"{checksum(temporary):08x}-{label}"
+            temporary.rename(made)
+        except OSError as error:
+            if error.errno not in FULL:
                 raise
-        temporary.chmod(0o400)
-        made = place / f"{checksum(temporary):08x}-{label}"
+            raise UserError(
+                f"{self.folder}: no space is left for {size_bytes / 2**20:.0f} MiB",
+                hint="set data.cache.dir to another folder, or data.cache.size_gib lower",
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
         self._verified.add(str(made))
-        temporary.rename(made)
 
     def _is_intact(self, file: Path) -> bool:
         """Compare a file with its checksum, once in each process."""
@@ -229,7 +230,7 @@ def _content(place: Path) -> Path | None:
     return None
 
 
-def _locked(path: Path, kind: int) -> int | None:
+def _lock_of(path: Path, kind: int) -> int | None:
     """Open and lock a file; None: it was removed while this process waited."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -247,7 +248,7 @@ def _locked(path: Path, kind: int) -> int | None:
 
 def _remove(place: Path) -> bool:
     """Remove a file with its folder; False: it is in use."""
-    handle = _locked(place / "lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
+    handle = _lock_of(place / "lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
     if handle is None:
         return False
     try:

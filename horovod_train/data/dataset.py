@@ -11,6 +11,8 @@ A dataset carries paths only: loader processes open files, and file systems, the
 from __future__ import annotations
 
 import logging
+import os
+import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +20,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import numpy as np
 
 from horovod_train.config.data import Data, Files
-from horovod_train.data.cache import Cache, Held, default_folder
+from horovod_train.data.cache import Cache, LockedFile, default_folder
 from horovod_train.data.index import (
     FUNCTIONS,
     Description,
@@ -45,7 +46,7 @@ from horovod_train.data.order import (
     without_replacement,
 )
 from horovod_train.data.remote import is_remote
-from horovod_train.data.source import Opened, Source
+from horovod_train.data.source import Opened, SampleFunction, Source
 from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.registry import SOURCES, load_function
 
@@ -55,24 +56,22 @@ MAX_OPEN_FILES = 128
 NUM_PREFETCHED = 4
 """Remote files that are copied before they are needed."""
 REPORT_INTERVAL_S = 10.0
+Report = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
 class Function:
     """A function of a user, which another process imports by its location."""
 
-    location: str | Callable[[Any], Any]
+    location: str | Callable[..., object]
 
     @cached_property
-    def wrapped(self) -> Callable[[Any], Any]:
+    def wrapped(self) -> Callable[..., object]:
         """The function."""
-        found: Callable[[Any], Any] = (
-            load_function(self.location) if isinstance(self.location, str) else self.location
-        )
-        return found
+        return self.location if callable(self.location) else load_function(self.location)
 
-    def __call__(self, sample: Any) -> Any:
-        return self.wrapped(sample)
+    def __call__(self, *arguments: object) -> object:
+        return self.wrapped(*arguments)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Function, (self.location,)
@@ -83,12 +82,12 @@ class _Open:
     """An open file, and the lock of the cache on it."""
 
     opened: Opened
-    held: Held | None
+    locked: LockedFile | None
 
     def close(self) -> None:
         self.opened.close()
-        if self.held is not None:
-            self.held.close()
+        if self.locked is not None:
+            self.locked.close()
 
 
 class FileDataset:
@@ -109,8 +108,8 @@ class FileDataset:
         source: Source,
         cache: Cache,
         *,
-        decode: Callable[[Any], Any] | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
+        decode: SampleFunction | None = None,
+        collate: Callable[[list[object]], object] | None = None,
         replacement: bool = True,
     ) -> None:
         self.index, self.source, self.cache = index, source, cache
@@ -120,27 +119,27 @@ class FileDataset:
         self._replacement = replacement
         self._open_files: OrderedDict[int, _Open] = OrderedDict()
 
-    def __getstate__(self) -> Mapping[str, Any]:
+    def __getstate__(self) -> Mapping[str, object]:
         return {**vars(self), "_open_files": OrderedDict()}
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return int(self.index.document["num_samples"])
+        return self.index.summary.num_samples
 
-    def __getitem__(self, number: int, /) -> Any:
+    def __getitem__(self, number: int, /) -> object:
         """Return a sample."""
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         return self.__getitems__([number % len(self)])[0]
 
-    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[object]:
         """Return some samples; those of one file are read together.
 
         Raises:
             DataError: A file is damaged, or has changed since its index was made.
         """
         files, places = self.places_of(np.asarray(numbers, np.int64))
-        found: list[Any] = [None] * len(numbers)
+        found: list[object] = [None] * len(numbers)
         for file in dict.fromkeys(files.tolist()):
             mine = np.flatnonzero(files == file).tolist()
             url = self.index.url(file)
@@ -155,16 +154,16 @@ class FileDataset:
         files = np.searchsorted(self.index.ends, numbers, "right")
         return files, numbers - self.index.ends[files] + self.index.sizes[files]
 
-    def _decoded(self, sample: Any) -> Any:
+    def _decoded(self, sample: object) -> object:
         return self.source.decode(sample) if self._decode is None else self._decode(sample)
 
     def _file(self, file: int) -> _Open:
         found = self._open_files.get(file)
         if found is None:
             listed = self.index.listed(file)
-            path, held = self._local(file)
+            path, locked = self._local(file)
             opened = self.source.open(path, self.index.rows(file), listed.url)
-            found = self._open_files[file] = _Open(opened, held)
+            found = self._open_files[file] = _Open(opened, locked)
             while len(self._open_files) > MAX_OPEN_FILES:
                 self._open_files.popitem(last=False)[1].close()
         self._open_files.move_to_end(file)
@@ -178,7 +177,17 @@ class FileDataset:
 
     def digest(self) -> str:
         """Return a digest of the files, and of how their samples are chosen."""
-        return self.index.digest
+        return self.index.summary.digest
+
+    def file_lines(self) -> Iterator[str]:
+        """Yield name, size, samples and digest of each file."""
+        index = self.index
+        for file, samples in enumerate(index.sizes.tolist()):
+            listed = index.listed(file)
+            yield (
+                f"{Path(listed.url).name} ({listed.size_bytes:,} bytes, {samples:,} samples, "
+                f"digest {index.file_digest(file):016x})"
+            )
 
     def endless(self, order: DataOrder) -> Endless:
         """Return the samples of all epochs.
@@ -188,8 +197,8 @@ class FileDataset:
         """
         length = len(self)
         whole: Endless = Passes.over(order, self.index.sizes)
-        if self._has("ends"):
-            ends = self.index.column("ends")
+        if self.index.has("ends"):
+            ends = self.index.weight_ends()
             if self._replacement:
                 whole = Draws(ends, order.seed)
             elif length > MAX_PERMUTATION:
@@ -201,14 +210,10 @@ class FileDataset:
             else:
                 make = without_replacement(np.diff(ends, prepend=0.0), order.seed, order.num_samples)
                 whole = Passes(order.num_samples, make)
-        if self._has("lengths"):
-            lengths = self.index.column("lengths")
-            window = order.num_samples if self._has("ends") else length
-            whole = SimilarLengths(whole, lengths, order.row_size, order.seed, window)
+        if self.index.has("lengths"):
+            window = order.num_samples if self.index.has("ends") else length
+            whole = SimilarLengths(whole, self.index.lengths(), order.row_size, order.seed, window)
         return whole
-
-    def _has(self, column: str) -> bool:
-        return (self.index.folder / f"{column}.npy").is_file()
 
     def cached_files(self, numbers: Numbers) -> Iterator[tuple[FileDataset, int]]:
         """Yield the files of some samples that are copied or unpacked before they are read."""
@@ -220,11 +225,11 @@ class FileDataset:
 
     def fetch(self, file: int) -> None:
         """Copy or unpack a file into the cache."""
-        held = self._local(file)[1]
-        if held is not None:
-            held.close()
+        locked = self._local(file)[1]
+        if locked is not None:
+            locked.close()
 
-    def _local(self, file: int) -> tuple[Path, Held | None]:
+    def _local(self, file: int) -> tuple[Path, LockedFile | None]:
         return local_file(self.index.listed(file), self.source, self.cache, self.index.file_digest(file))
 
     def prefetcher(self, upcoming: Iterable[Numbers]) -> Prefetcher:
@@ -235,7 +240,7 @@ class FileDataset:
         """Return the file among those of some samples that is being copied, and how fast; empty: none."""
         for dataset, file in self.cached_files(numbers):
             listed = dataset.index.listed(file)
-            name = cached_name(listed, dataset.source, dataset.index.file_digest(file))
+            name = cached_name(listed, dataset.source)
             if (found := dataset.cache.progress(name)) is not None:
                 size_bytes, elapsed_s = found
                 return (
@@ -264,15 +269,15 @@ class Concatenation:
         """Return the number of samples."""
         return int(self._ends[-1])
 
-    def __getitem__(self, number: int, /) -> Any:
+    def __getitem__(self, number: int, /) -> object:
         """Return a sample."""
         return self.__getitems__([number % len(self)])[0]
 
-    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[object]:
         """Return some samples."""
         wanted = np.asarray(numbers, np.int64)
         of = np.searchsorted(self._ends, wanted, "right")
-        found: list[Any] = [None] * len(wanted)
+        found: list[object] = [None] * len(wanted)
         for number, part in enumerate(self._parts):
             mine = np.flatnonzero(of == number)
             samples = part.__getitems__(self._inside(wanted[mine], number).tolist())
@@ -291,6 +296,10 @@ class Concatenation:
     def digest(self) -> str:
         """Return a digest of the files of all parts, and of the proportions."""
         return " ".join([*(part.digest()[:12] for part in self._parts), repr(self._proportions)])
+
+    def file_lines(self) -> Iterator[str]:
+        """Yield name, size, samples and digest of each file."""
+        return (line for part in self._parts for line in part.file_lines())
 
     def endless(self, order: DataOrder) -> Endless:
         """Return the samples of all epochs."""
@@ -326,7 +335,7 @@ class Prefetcher:
         upcoming: Numbers of the samples of each batch, from the next one.
     """
 
-    dataset: Any
+    dataset: FileDataset | Concatenation
     upcoming: Iterable[Numbers]
     _ahead: deque[int] = field(default_factory=deque)
     _position: int = 0
@@ -379,6 +388,76 @@ class Prefetcher:
         return False
 
 
+def open_files(
+    source: str,
+    files: str | Sequence[str],
+    *,
+    decode: SampleFunction | None = None,
+    keep: SampleFunction | None = None,
+    collate: Callable[[list[object]], object] | None = None,
+    exclude: str | None = None,
+    index_dir: str = "runs/.index",
+    cache_dir: str | None = None,
+    cache_size_gib: float = 100.0,
+    **source_args: object,
+) -> FileDataset:
+    """Return the dataset of some files, as ``data.source`` of a job does; all ranks must call it.
+
+    Args:
+        source: Format of the files: a name, ``module:Class`` or ``file.py:Class``.
+        files: Files, with braces and ``*``; relative paths begin at the current folder.
+        decode: Function of a stored sample, which returns that of the task; None: one of the source.
+        keep: Function of a stored sample, whether to use it; None: all are used.
+        collate: Function of a list of samples, which returns a batch; None: arrays are stacked.
+        exclude: File with the names of files and samples that are left out.
+        index_dir: Folder of the indices of files.
+        cache_dir: Cache of this host; None: a temporary folder of this user.
+        cache_size_gib: Size above which the cache removes files.
+        source_args: Arguments of the source.
+
+    Raises:
+        UserError: Files are missing or damaged, or a function has failed.
+    """
+    patterns = [files] if isinstance(files, str) else list(files)
+    maker = IndexMaker(
+        Description(
+            source_of(source, source_args),
+            [expanded(each) for each in patterns],
+            {} if keep is None else {"keep": Function(keep)},
+            {} if exclude is None else read_excluded(Path(expanded(exclude))),
+        ),
+        cache_of(cache_dir, cache_size_gib),
+        Path(expanded(index_dir)),
+        report=_Report(patterns[0]),
+    )
+    index = maker.index()
+    made = maker.source.model_copy(update=index.summary.described)
+    return FileDataset(
+        index,
+        made,
+        maker.cache,
+        decode=None if decode is None else Function(decode),
+        collate=None if collate is None else Function(collate),
+    )
+
+
+def source_of(name: str, args: Mapping[str, object]) -> Source:
+    """Return a source with its arguments.
+
+    Raises:
+        UserError: There is no such source, or the arguments do not fit it.
+    """
+    made: Source = SOURCES.make(
+        name, lambda factory: factory.model_validate(args), args_field="data.source_args"
+    )
+    return made
+
+
+def cache_of(folder: str | None, size_gib: float) -> Cache:
+    """Return the cache in a folder; None: the default one."""
+    return Cache(default_folder() if folder is None else Path(expanded(folder)), size_gib * 2**30)
+
+
 def training_files(data: Data, run_dir: str) -> FileDataset | Concatenation | None:
     """Return the training data of a job; None: the task returns it.
 
@@ -421,7 +500,7 @@ def first_files(data: Data) -> Files:
 
 def with_defaults(files: Files, of: Files) -> Files:
     """Return the fields of the evaluation data, with those of the training data that it does not give."""
-    update: dict[str, Any] = {}
+    update: dict[str, object] = {}
     if files.source is None:
         update["source"] = of.source
     if files.source in (None, of.source):
@@ -448,7 +527,7 @@ def file_dataset(
     """
     maker = index_maker(files, data, run_dir, is_sampled=is_sampled)
     index = maker.index()
-    described = (like.index if like is not None else index).document["described"]
+    described = (like.index if like is not None else index).summary.described
     source = maker.source if not described else maker.source.model_copy(update=described)
     return FileDataset(
         index,
@@ -460,38 +539,73 @@ def file_dataset(
     )
 
 
+def problems_of_files(
+    files: Files, data: Data, run_dir: str, num_processes: int, report: Report | None = None
+) -> list[tuple[str, int | None, str]]:
+    """Read and decode all samples of some files of a job.
+
+    Returns:
+        File, sample (None: the whole file), and problem of those that cannot be used.
+    """
+    maker = index_maker(files, data, run_dir, num_processes=num_processes, report=report)
+    return maker.problems(None if files.decode is None else Function(files.decode))
+
+
 def index_maker(
-    files: Files, data: Data, run_dir: str, *, is_sampled: bool = True, num_processes: int = 1
+    files: Files,
+    data: Data,
+    run_dir: str,
+    *,
+    is_sampled: bool = True,
+    num_processes: int = 1,
+    report: Report | None = None,
 ) -> IndexMaker:
-    """Return the maker of an index of some files of a job."""
+    """Return the maker of an index of some files of a job; ``report`` None: it logs its progress."""
     assert files.source is not None
-    source: Source = SOURCES.make(
-        files.source,
-        lambda factory: factory.model_validate(files.source_args),
-        args_field="data.source_args",
-    )
     sampling = data.sampling if is_sampled else None
     locations = {"keep": files.keep}
     if sampling is not None:
         locations |= {name: getattr(sampling, name) for name in FUNCTIONS if name != "keep"}
     functions = {name: Function(each) for name, each in locations.items() if each is not None}
-    folder = Path(data.cache.dir).expanduser() if data.cache.dir is not None else default_folder()
-    root = Path(run_dir) / ".index" if data.index_dir is None else Path(data.index_dir).expanduser()
-    excluded = {} if files.exclude is None else read_excluded(Path(files.exclude))
+    root = Path(run_dir) / ".index" if data.index_dir is None else Path(expanded(data.index_dir))
+    excluded = {} if files.exclude is None else read_excluded(Path(expanded(files.exclude)))
     return IndexMaker(
-        Description(source, files.files, functions, excluded),
-        Cache(folder, data.cache.size_gib * 2**30),
+        Description(
+            source_of(files.source, files.source_args),
+            [expanded(each) for each in files.files],
+            functions,
+            excluded,
+        ),
+        cache_of(data.cache.dir, data.cache.size_gib),
         root,
         num_processes=num_processes,
-        report=_Report(files),
+        report=report or _Report(files.files[0]),
     )
+
+
+def expanded(path: str) -> str:
+    """Replace ``~`` and environment variables, such as ``$SCRATCH``, in a path.
+
+    Raises:
+        UserError: A variable is not set on this rank.
+    """
+    found = os.path.expandvars(Path(path).expanduser() if path.startswith("~") else path)
+    if missing := _VARIABLE.search(str(found)):
+        raise UserError(
+            f"{path}: the environment variable {missing[0]} is not set",
+            hint="set it with launch.env, or write the path",
+        )
+    return str(found)
+
+
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 @dataclass
 class _Report:
     """Logs how much of an index is made."""
 
-    files: Files
+    name: str
     _next_s: float = 0.0
 
     def __call__(self, done: int, total: int, num_samples: int) -> None:
@@ -502,7 +616,7 @@ class _Report:
         if is_first:
             self._next_s = now_s + 1.0  # nothing is said about what takes less
             return
-        log.info("index of %s: %d of %d files, %d samples", self.files.files[0], done, total, num_samples)
+        log.info("index of %s: %d of %d files, %d samples", self.name, done, total, num_samples)
 
 
 def read_excluded(path: Path) -> dict[str, list[int]]:
@@ -514,7 +628,7 @@ def read_excluded(path: Path) -> dict[str, list[int]]:
         UserError: The file cannot be read, or a line is not valid.
     """
     try:
-        lines = path.expanduser().read_text().splitlines()
+        lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.exclude: {path}: {error}", hint="correct data.exclude") from error
     found: dict[str, list[int]] = {}

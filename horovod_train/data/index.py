@@ -2,7 +2,7 @@
 
     <key>/index.json    what the index describes, its digest, and the number of samples
     <key>/files.txt     name of each file, a line for each
-    <key>/files.npy     for each file: samples, size, digest, and place of its name (``FILES``)
+    <key>/files.npy     for each file: samples, size, digest, tag, and place of its name (``FILES``)
     <key>/rows.npy      rows of all samples (``Source.rows``), one file after the other
     <key>/ends.npy      cumulative sums of the weights of samples, if the job has weights
     <key>/lengths.npy   lengths of samples, if the job has lengths
@@ -22,17 +22,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from horovod_train.data.cache import MAKING, Cache, Held, lock, name_of, private_folder
+from horovod_train.data.cache import MAKING, Cache, LockedFile, lock, name_of, private_folder
 from horovod_train.data.order import Numbers
 from horovod_train.data.remote import (
     Listed,
@@ -43,12 +43,14 @@ from horovod_train.data.remote import (
     list_files,
     local_path,
 )
-from horovod_train.data.source import DataError, Rows, Source
+from horovod_train.data.source import DataError, Opened, Rows, SampleFunction, Source
 from horovod_train.errors import HorovodTrainError, UserError, result_of
 from horovod_train.system.files import write_atomic
 
+Result = TypeVar("Result")
+Columns = dict[str, list[str | float]]
 VERSION = 1
-FILES = np.dtype([("samples", "<i8"), ("size_bytes", "<i8"), ("digest", "<i8"), ("name", "<i8")])
+FILES = np.dtype([(name, "<i8") for name in ("samples", "size_bytes", "digest", "tag", "name")])
 LISTED_AGAIN_S = 600.0
 """Files are listed again if that was done so long ago, to find files that were added or removed."""
 FUNCTIONS = ("keep", "weight", "balance", "length")
@@ -67,7 +69,7 @@ class Description:
 
     source: Source
     files: Sequence[str]
-    functions: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    functions: Mapping[str, SampleFunction] = field(default_factory=dict)
     excluded: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def key(self) -> str:
@@ -85,13 +87,13 @@ class Description:
         )
 
 
-def code_digest(function: Callable[..., Any]) -> str:
+def code_digest(function: Callable[..., object]) -> str:
     """Return a digest of the code of a function, and of functions of its module that it names."""
     found: dict[str, str] = {}
     function = getattr(function, "wrapped", function)
     module = vars(inspect.getmodule(function) or types)
 
-    def add(each: Callable[..., Any]) -> None:
+    def add(each: Callable[..., object]) -> None:
         code = getattr(each, "__code__", None)
         name = getattr(each, "__qualname__", repr(each))
         if code is None or name in found:
@@ -105,6 +107,25 @@ def code_digest(function: Callable[..., Any]) -> str:
 
     add(function)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of ``index.json``.
+
+    Attributes:
+        version: Version of the format of indices.
+        source: Class of the source.
+        described: Arguments of the source that all files together determine (``Source.described``).
+        num_samples: Number of samples.
+        digest: Digest of all files, and of how samples are chosen.
+    """
+
+    version: int
+    source: str
+    described: dict[str, object]
+    num_samples: int
+    digest: str
 
 
 @dataclass
@@ -121,15 +142,9 @@ class Index:
         return Index, (self.folder,)
 
     @cached_property
-    def document(self) -> Mapping[str, Any]:
+    def summary(self) -> Summary:
         """The content of ``index.json``."""
-        found: Mapping[str, Any] = json.loads((self.folder / "index.json").read_text())
-        return found
-
-    @property
-    def digest(self) -> str:
-        """Digest of all files, and of how samples are chosen."""
-        return str(self.document["digest"])
+        return Summary(**json.loads((self.folder / "index.json").read_text()))
 
     @cached_property
     def sizes(self) -> Numbers:
@@ -142,13 +157,18 @@ class Index:
         return np.cumsum(self.sizes)
 
     @cached_property
-    def _files(self) -> npt.NDArray[Any]:
-        found: npt.NDArray[Any] = np.load(self.folder / "files.npy", mmap_mode="r")
+    def _files(self) -> npt.NDArray[np.void]:
+        found: npt.NDArray[np.void] = np.load(self.folder / "files.npy", mmap_mode="r")
         return found
 
     @cached_property
     def _names(self) -> npt.NDArray[np.uint8]:
         return np.memmap(self.folder / "files.txt", np.uint8, "r")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files."""
+        return int(self._files["size_bytes"].sum())
 
     def url(self, file: int) -> str:
         """Return the name of a file."""
@@ -157,8 +177,8 @@ class Index:
         return self._names[start : end - 1].tobytes().decode()
 
     def listed(self, file: int) -> Listed:
-        """Return name and size of a file."""
-        return Listed(self.url(file), int(self._files["size_bytes"][file]))
+        """Return name, size and tag of a file."""
+        return Listed(self.url(file), int(self._files["size_bytes"][file]), int(self._files["tag"][file]))
 
     def file_digest(self, file: int) -> int:
         """Return the digest of a file; 0: there is none."""
@@ -170,9 +190,18 @@ class Index:
         end = int(self.ends[file])
         return np.array(rows[end - int(self.sizes[file]) : end])
 
-    def column(self, name: str) -> npt.NDArray[Any]:
-        """Return an array with a number for each sample: ``ends`` of weights, or ``lengths``."""
-        found: npt.NDArray[Any] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
+    def has(self, column: str) -> bool:
+        """Return whether there is an array with a number for each sample: ``ends``, or ``lengths``."""
+        return (self.folder / f"{column}.npy").is_file()
+
+    def weight_ends(self) -> npt.NDArray[np.float64]:
+        """Return the cumulative sums of the weights of samples."""
+        found: npt.NDArray[np.float64] = np.load(self.folder / "ends.npy", mmap_mode="r")
+        return found
+
+    def lengths(self) -> Numbers:
+        """Return the lengths of samples."""
+        found: Numbers = np.load(self.folder / "lengths.npy", mmap_mode="r")
         return found
 
 
@@ -188,7 +217,9 @@ def naming(url: str) -> Iterator[None]:
         raise DataError(f"{url}: {error.message}", hint=hint) from error
 
 
-def local_file(listed: Listed, source: Source, cache: Cache, digest: int = 0) -> tuple[Path, Held | None]:
+def local_file(
+    listed: Listed, source: Source, cache: Cache, digest: int = 0
+) -> tuple[Path, LockedFile | None]:
     """Return a file that ``source.open`` can read: the file itself, or one in the cache.
 
     Args:
@@ -211,19 +242,19 @@ def local_file(listed: Listed, source: Source, cache: Cache, digest: int = 0) ->
             raise changed(url)
         if not is_packed:
             return path, None
-    held = cache.hold(
-        cached_name(listed, source, digest),
+    locked = cache.get(
+        cached_name(listed, source),
         Path(url).name,
         listed.size_bytes,
         lambda to: _make_local(listed, source, to, digest),
     )
-    return held.path, held
+    return locked.path, locked
 
 
-def cached_name(listed: Listed, source: Source, digest: int) -> str:
+def cached_name(listed: Listed, source: Source) -> str:
     """Return the name of a file in the cache."""
     version = (type(source).__name__, source.version) if source.is_packed(listed.url) else ()
-    return name_of(listed.url, listed.size_bytes, digest, version)
+    return name_of(listed.url, listed.size_bytes, listed.tag, version)
 
 
 def _make_local(listed: Listed, source: Source, to: Path, digest: int) -> None:
@@ -291,7 +322,7 @@ class IndexMaker:
                 return Index(self._root / found[0])
             self.cache.remove_leftovers()
             listed = self._listed()
-            digest = name_of([(each.url, each.size_bytes) for each in listed])[:16]
+            digest = name_of([(each.url, each.size_bytes, each.tag) for each in listed])[:16]
             folder = self._root / f"{key}-{digest}"
             if again:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -299,6 +330,26 @@ class IndexMaker:
                 self._make(folder, listed)
             write_atomic(current, folder.name)
         return Index(folder)
+
+    def problems(self, decode: SampleFunction | None) -> list[tuple[str, int | None, str]]:
+        """Read and decode all samples; return file, sample (None: the file), and problem of those that fail.
+
+        Args:
+            decode: Function of a stored sample; None: that of the source.
+
+        Raises:
+            UserError: There are no files.
+        """
+        listed = self._listed()
+        if decode is None:
+            described = self.source.described([each.url for each in listed])
+            decode = self.source.model_copy(update=dict(described)).decode
+        found: list[tuple[str, int | None, str]] = []
+        work = [(self._description, self.cache, each, decode) for each in listed]
+        for done, problems in enumerate(_in_processes(problems_of, work, self._num_processes), 1):
+            found += problems
+            self._report(done, len(listed), 0)
+        return sorted(found, key=lambda each: (each[0], each[1] if each[1] is not None else -1))
 
     def _listed(self) -> list[Listed]:
         description = self._description
@@ -324,19 +375,19 @@ class IndexMaker:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         digest = _write_index(temporary, parts, description, listed, of_files)
-        document = {
-            "version": VERSION,
-            "source": type(description.source).__name__,
-            "described": dict(description.source.described([each.url for each in listed])),
-            "num_samples": sum(samples for samples, _ in of_files),
-            "digest": digest,
-        }
-        if not document["num_samples"]:
+        summary = Summary(
+            VERSION,
+            type(description.source).__name__,
+            dict(description.source.described([each.url for each in listed])),
+            sum(samples for samples, _ in of_files),
+            digest,
+        )
+        if not summary.num_samples:
             raise UserError(
                 "data.files: the files have no samples" + (" that are kept" if description.functions else ""),
                 hint="correct data.files or data.keep",
             )
-        write_atomic(temporary / "index.json", json.dumps(document))
+        write_atomic(temporary / "index.json", json.dumps(asdict(summary)))
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
         shutil.rmtree(parts, ignore_errors=True)
@@ -371,28 +422,78 @@ def make_part(description: Description, cache: Cache, listed: Listed, part: Path
         UserError: A function has failed.
     """
     source = description.source
-    path, held = local_file(listed, source, cache)
+    path, locked = local_file(listed, source, cache)
     try:
         with naming(listed.url):
             rows = source.rows(path)
             numbers = np.arange(len(rows))
             if skipped := description.excluded.get(listed.url):
                 numbers = np.setdiff1d(numbers, np.asarray(skipped))
-            columns: dict[str, list[Any]] = {name: [] for name in description.functions if name != "keep"}
+            columns: Columns = {name: [] for name in description.functions if name != "keep"}
             if description.functions:
                 numbers = _kept(description, listed, path, rows, numbers, columns)
         digest = digest_of(path if is_remote(listed.url) else local_path(listed.url))
     finally:
-        if held is not None:
-            held.close()
+        if locked is not None:
+            locked.close()
     temporary = part.with_suffix(".tmp.npz")
-    arrays: dict[str, Any] = {name: np.array(values, _TYPES[name]) for name, values in columns.items()}
-    np.savez(temporary, rows=rows[numbers], digest=np.int64(digest), **arrays)
+    arrays = {name: np.array(values, _TYPES[name]) for name, values in columns.items()}
+    np.savez(temporary, rows=rows[numbers], digest=np.int64(digest), **arrays)  # type: ignore[arg-type]
     temporary.replace(part)
     return len(numbers)
 
 
-_TYPES: Mapping[str, Any] = {"weight": np.float64, "length": np.int64, "balance": np.str_}
+def problems_of(
+    description: Description, cache: Cache, listed: Listed, decode: SampleFunction
+) -> list[tuple[str, int | None, str]]:
+    """Return the problems of a file, see ``IndexMaker.problems``."""
+    found, error = result_of(lambda: _problems_of_samples(description, cache, listed, decode))
+    return [(listed.url, None, _one_line(error))] if error is not None else found or []
+
+
+def _problems_of_samples(
+    description: Description, cache: Cache, listed: Listed, decode: SampleFunction
+) -> list[tuple[str, int | None, str]]:
+    locked = opened = None
+    found: list[tuple[str, int | None, str]] = []
+    try:
+        path, locked = local_file(listed, description.source, cache)
+        rows = description.source.rows(path)
+        opened = description.source.open(path, rows, listed.url)
+        for number in np.setdiff1d(np.arange(len(rows)), description.excluded.get(listed.url, ())).tolist():
+            _, problem = result_of(partial(_used, description, opened, number, decode))
+            if problem is not None:
+                found.append((listed.url, number, _one_line(problem)))
+    finally:
+        if opened is not None:
+            opened.close()
+        if locked is not None:
+            locked.close()
+    return found
+
+
+def _used(description: Description, opened: Opened, number: int, decode: SampleFunction) -> None:
+    """Call all functions of a sample."""
+    (sample,) = opened.read([number])
+    if _values_of(description, sample) is not None:
+        decode(sample)
+
+
+def _values_of(description: Description, sample: object) -> Mapping[str, str | float] | None:
+    """Return the results of the functions of a stored sample; None: it is not kept."""
+    functions = dict(description.functions)
+    keep = functions.pop("keep", None)
+    if keep is not None and not keep(sample):
+        return None
+    return {name: _value_of(name, function(sample)) for name, function in functions.items()}
+
+
+def _one_line(error: Exception) -> str:
+    text = error.message if isinstance(error, HorovodTrainError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:400]
+
+
+_TYPES: Mapping[str, type[np.generic]] = {"weight": np.float64, "length": np.int64, "balance": np.str_}
 CHUNK = 256
 """Samples that are read at once."""
 
@@ -403,59 +504,53 @@ def _kept(
     path: Path,
     rows: Rows,
     numbers: npt.NDArray[np.int64],
-    columns: Mapping[str, list[Any]],
+    columns: Columns,
 ) -> npt.NDArray[np.int64]:
     """Call the functions of all samples of a file; return the numbers of those that are kept."""
     opened = description.source.open(path, rows, listed.url)
-    keep = description.functions.get("keep")
     kept = []
     try:
         for start in range(0, len(numbers), CHUNK):
             chunk = numbers[start : start + CHUNK].tolist()
             for number, sample in zip(chunk, opened.read(chunk), strict=True):
-                try:
-                    if keep is not None and not keep(sample):
-                        continue
-                    kept.append(number)
-                    for name, values in columns.items():
-                        values.append(_value_of(name, description.functions[name](sample)))
-                except HorovodTrainError:
-                    raise
-                except Exception as error:
+                values, error = result_of(partial(_values_of, description, sample))
+                if error is not None:
                     raise DataError(
                         f"{listed.url}: a function of sample {number} has failed: "
                         f"{type(error).__name__}: {error}",
                         hint="correct the function, or leave the sample out: `horovod-train data verify`",
                     ) from error
+                if values is not None:
+                    kept.append(number)
+                    for name, value in values.items():
+                        columns[name].append(value)
     finally:
         opened.close()
     return np.array(kept, np.int64)
 
 
-def _value_of(name: str, value: Any) -> Any:
+def _value_of(name: str, value: object) -> str | float:
     if name == "balance":
         return str(value)
-    number = float(value)
+    number = float(value)  # type: ignore[arg-type]
     if not np.isfinite(number) or number < 0:
         raise ValueError(f"the {name} of a sample is {value!r}, and must be finite, and at least 0")
     return number
 
 
 def _in_processes(
-    function: Callable[..., int], work: Sequence[tuple[Any, ...]], num_processes: int
-) -> Iterator[int]:
+    function: Callable[..., Result], work: Sequence[tuple[object, ...]], num_processes: int
+) -> Iterator[Result]:
     """Yield the results of calls, in any order."""
     if num_processes == 1 or len(work) < 2:
         yield from (function(*arguments) for arguments in work)
         return
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("forkserver")) as pool:
-        futures = [pool.submit(function, *arguments) for arguments in work]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ProcessPoolExecutor(num_processes, mp_context=get_context("forkserver"))
+    try:
+        for future in as_completed([pool.submit(function, *arguments) for arguments in work]):
+            yield future.result()
+    finally:  # also after an error: what was not begun is not done
+        pool.shutdown(cancel_futures=True)
 
 
 def _write_index(
@@ -471,6 +566,7 @@ def _write_index(
     files = np.zeros(len(listed), FILES)
     files["samples"], files["digest"] = zip(*of_files, strict=True)
     files["size_bytes"] = [each.size_bytes for each in listed]
+    files["tag"] = [each.tag for each in listed]
     files["name"] = np.cumsum([0, *map(len, names[:-1])])
     np.save(folder / "files.npy", files)
     total = int(files["samples"].sum())
@@ -493,7 +589,7 @@ def _write_index(
 def _join_parts(folder: Path, parts: Path, number: int, total: int, columns: Collection[str]) -> None:
     """Join the arrays of all parts."""
     loaded = (np.load(parts / f"{at}.npz") for at in range(number))
-    rows: npt.NDArray[Any] | None = None
+    rows: Rows | None = None
     classes: Counter[str] = Counter()
     start = 0
     out = {name: _array(folder / f"{name}.npy", total) for name in ("lengths", "ends")
@@ -527,7 +623,7 @@ def _join_parts(folder: Path, parts: Path, number: int, total: int, columns: Col
 COLUMN_OF: Mapping[str, set[str]] = {"lengths": {"length"}, "ends": {"weight", "balance"}}
 
 
-def _array(path: Path, length: int) -> npt.NDArray[Any]:
+def _array(path: Path, length: int) -> npt.NDArray[np.float64]:
     dtype = np.int64 if path.stem == "lengths" else np.float64
-    found: npt.NDArray[Any] = np.lib.format.open_memmap(path, "w+", dtype, (length,))
+    found: npt.NDArray[np.float64] = np.lib.format.open_memmap(path, "w+", dtype, (length,))
     return found

@@ -9,18 +9,23 @@ import os
 import random
 import re
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from horovod_train.data.cache import FULL
 from horovod_train.data.source import DataError
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, result_of
 from horovod_train.system.machine import import_optional
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Entry = dict[str, object]
+"""What a store says of a file."""
 
 NUM_TRIES = 6
 MAX_DELAY_S = 20.0
@@ -34,10 +39,17 @@ _REMOTE = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 
 @dataclass(frozen=True)
 class Listed:
-    """A file, and its size."""
+    """A file.
+
+    Attributes:
+        url: Path or URL.
+        size_bytes: Its size.
+        tag: A number that differs if the file was written again: a hash of its ETag, or of its time.
+    """
 
     url: str
     size_bytes: int
+    tag: int = 0
 
 
 def is_remote(url: str) -> bool:
@@ -100,7 +112,8 @@ def _local_files(names: Iterable[str]) -> Iterator[Listed]:
         paths = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))] or [path]  # noqa: PTH207
         for each in paths:
             try:
-                yield Listed(str(each), each.stat().st_size)
+                status = each.stat()
+                yield Listed(str(each), status.st_size, tag_of(status.st_mtime_ns))
             except OSError as error:
                 if glob.has_magic(str(each)):
                     return
@@ -113,31 +126,42 @@ def _local_files(names: Iterable[str]) -> Iterator[Listed]:
 def _remote_files(names: list[str]) -> Iterator[Listed]:
     """List the folder of each file once, because a request for each file takes long."""
     scheme = names[0].partition("://")[0]
-    folders: dict[str, dict[str, Any]] = defaultdict(dict)
+    folders: dict[str, dict[str, Entry]] = {}
     filesystem = filesystem_of(names[0])
 
-    def listing(folder: str) -> dict[str, Any]:
+    def listing(folder: str) -> dict[str, Entry]:
         if folder not in folders:
-            entries = retried(folder, lambda: filesystem.ls(folder, detail=True))
+            entries = retried(folder, partial(filesystem.ls, folder, detail=True))
             folders[folder] = {entry["name"].rpartition("/")[2]: entry for entry in entries}
         return folders[folder]
 
     for name in names:
         if glob.has_magic(name):
-            matches = retried(name, lambda name=name: filesystem.glob(name, detail=True))
+            matches = retried(name, partial(filesystem.glob, name, detail=True))
             for path in sorted(matches):
                 if matches[path]["type"] == "file":
-                    yield Listed(f"{scheme}://{path.lstrip('/')}", int(matches[path]["size"]))
+                    url = path if "://" in path else f"{scheme}://{path.lstrip('/')}"
+                    yield _listed(url, matches[path])
             continue
         folder, _, file = name.rpartition("/")
-        if scheme.startswith("http"):
-            entry = retried(name, lambda name=name: filesystem.info(name))
-        else:
-            entry = listing(folder).get(file)
-        if entry is None or entry.get("size") is None:
-            reason = "does not exist" if entry is None else "the server does not say how large it is"
-            raise UserError(f"data.files: {name}: {reason}", hint="correct data.files")
-        yield Listed(name, int(entry["size"]))
+        if scheme.startswith("http"):  # folders of web servers cannot be listed
+            entry = retried(name, partial(filesystem.info, name))
+        elif (entry := listing(folder).get(file)) is None:
+            raise UserError(f"data.files: {name}: does not exist", hint="correct data.files")
+        yield _listed(name, entry)
+
+
+def _listed(url: str, entry: Entry) -> Listed:
+    size_bytes = entry.get("size")
+    if not isinstance(size_bytes, int):
+        raise UserError(f"data.files: {url}: the server does not say how large it is", hint="copy the file")
+    names = ("ETag", "etag", "LastModified", "mtime", "updated", "last_modified", "created")
+    return Listed(url, size_bytes, tag_of(next((entry[name] for name in names if entry.get(name)), "")))
+
+
+def tag_of(what: object) -> int:
+    """Return a 63-bit hash of what changes if a file is written again."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest()) >> 1
 
 
 def filesystem_of(url: str) -> Any:
@@ -151,10 +175,10 @@ def filesystem_of(url: str) -> Any:
         raise UserError(f"{url}: {error}", hint="correct data.files") from error
 
 
-PERMANENT = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, UserError)
+PERMANENT = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 
-def retried(what: str, call: Any) -> Any:
+def retried(what: str, call: Callable[[], Result]) -> Result:
     """Return the result of a call to a server, which is repeated after errors that may pass.
 
     Raises:
@@ -162,19 +186,14 @@ def retried(what: str, call: Any) -> Any:
         DataError: The server cannot be reached, or reports errors.
     """
     for number in range(NUM_TRIES):
-        try:
-            return call()
-        except PERMANENT as error:
-            if isinstance(error, UserError):
-                raise
-            reason = str(error) or type(error).__name__
-            raise UserError(f"{what}: {reason}", hint="correct data.files, or the credentials") from error
-        except OSError as error:
-            if error.errno is not None and error.filename is not None:
-                raise  # of this host: the disk is full, for example
-            last: Exception = error
-        except Exception as error:  # noqa: BLE001  (each file system has its own)
-            last = error
+        found, last = result_of(call)
+        if last is None:
+            return found  # type: ignore[return-value]
+        if isinstance(last, UserError) or (isinstance(last, OSError) and last.errno in FULL):
+            raise last
+        if isinstance(last, PERMANENT):
+            reason = str(last) or type(last).__name__
+            raise UserError(f"{what}: {reason}", hint="correct data.files, or the credentials") from last
         if number == NUM_TRIES - 1:
             break
         delay_s = min(MAX_DELAY_S, 0.25 * 2**number) * random.uniform(0.5, 1.5)

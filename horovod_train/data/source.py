@@ -27,6 +27,8 @@ from horovod_train.config.fields import Section
 from horovod_train.errors import UserError
 from horovod_train.system.machine import import_optional
 
+SampleFunction = Callable[[object], object]
+"""Function of a sample."""
 Rows = npt.NDArray[np.int64]
 """Numbers that locate each sample in its file, shape [samples, numbers]."""
 
@@ -40,7 +42,7 @@ class DataError(UserError):
 class Opened(Protocol):
     """An open file."""
 
-    def read(self, places: Sequence[int]) -> list[Any]:
+    def read(self, places: Sequence[int]) -> list[object]:
         """Return the samples at some places of the file, counted from 0, as they are stored."""
         ...
 
@@ -88,11 +90,11 @@ class Source(Section):
         """Open a local file, of which samples with some rows are used. ``url`` is its name in the job."""
         raise NotImplementedError
 
-    def decode(self, sample: Any) -> Any:
+    def decode(self, sample: Any) -> object:
         """Return a sample of NumPy arrays, numbers and texts, if the job has no function for this."""
         return sample
 
-    def described(self, files: Sequence[str]) -> Mapping[str, Any]:
+    def described(self, files: Sequence[str]) -> Mapping[str, object]:
         """Return arguments that all files together determine, such as the names of classes."""
         return {}
 
@@ -101,14 +103,14 @@ class Source(Section):
 class OpenedRanges:
     """A file whose samples are ranges of bytes."""
 
-    parse: Callable[[bytes], Any]
+    parse: Callable[[bytes], object]
     rows: Rows
     file: Path
 
     def __post_init__(self) -> None:
         self._handle = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
 
-    def read(self, places: Sequence[int]) -> list[Any]:
+    def read(self, places: Sequence[int]) -> list[object]:
         """Return the samples at some places."""
         return [self.parse(self._range(place)) for place in places]
 
@@ -133,7 +135,7 @@ class ByteRanges(Source):
     Files that end in .gz, .bz2, .xz or .zst are unpacked first.
     """
 
-    def parse(self, data: bytes) -> Any:
+    def parse(self, data: bytes) -> object:
         """Return the sample that bytes contain."""
         raise NotImplementedError
 

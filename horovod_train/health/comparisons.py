@@ -1,7 +1,8 @@
 """Comparisons of ranks, and the check that results are finite.
 
     check_replicas_identical   weights, buffers and optimizer state are bitwise equal on all ranks
-    check_same_data            all ranks have the same samples in the same order
+    check_same_files, check_same_data
+                               all ranks have the same samples in the same order
     check_world                before training: the number of ranks is correct, and all ranks run the same
                                job and code
     SkipPolicy, FiniteGuard    handling of a loss or gradient that is not finite
@@ -363,6 +364,43 @@ def check_same_data(
         reads = [result_of(digests_of_read)[0] or {} for _ in range(NUM_MORE_READS)]
         unstable = [name for name, rows in mine.items() if any(again.get(name) != rows for again in reads)]
         _compare(what, numbers, allgather_json(world, [unstable, mine]), is_first=world.rank == 0)
+
+
+def check_same_files(world: Communicator, what: str, dataset: object) -> None:
+    """Raise ``UserError`` on all ranks if digests of a data set differ between ranks. Collective.
+
+    A data set of files, which has ``file_lines()``, is compared line by line, to name the first file that
+    differs.
+
+    Args:
+        world: All ranks.
+        what: Name of the data set in the message, a plural.
+        dataset: The data set; without ``digest()``, it is not compared.
+    """
+    everyone = allgather_json(world, dataset.digest() if hasattr(dataset, "digest") else "")
+    other = _other(everyone)
+    if not other:
+        return
+    message = f"{what} differ between ranks: the digest of {describe_ranks([other])} is not that of rank 0"
+    lines = list(dataset.file_lines()) if hasattr(dataset, "file_lines") else []
+    sums, found = [b""], hashlib.sha256()
+    for line in lines:
+        found.update(line.encode())
+        sums.append(found.digest())
+    same, most = 0, min(allgather_json(world, len(lines)))
+    while same < most:
+        middle = (same + most + 1) // 2
+        is_same = len(set(allgather_json(world, sums[middle].hex()))) == 1
+        same, most = (middle, most) if is_same else (same, middle - 1)
+    first = allgather_json(world, lines[same] if same < len(lines) else "")
+    if other := _other(first):
+        message = (
+            f"{what} differ between ranks: file {same} is {first[0] or 'absent'} on rank 0, and "
+            f"{first[other] or 'absent'} on {describe_ranks([other])}"
+        )
+    elif lines:
+        message += ": the files are the same, and functions that choose their samples are not"
+    raise UserError(message, hint="copy the same files to all hosts" if lines else HINT)
 
 
 def _compare(what: str, numbers: Sequence[int], everyone: Sequence[Any], *, is_first: bool) -> None:

@@ -21,7 +21,7 @@ while True:
                 opened.write(content[at : at + 100])
                 opened.flush()
 
-    file = cache.hold(name_of(number), "x", len(content), make)
+    file = cache.get(name_of(number), "x", len(content), make)
     if file.path.read_bytes() != content:
         (folder / "wrong").write_text(str(number))
     file.close()

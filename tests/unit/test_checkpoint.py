@@ -499,7 +499,7 @@ MANIFESTS = {
     "no world": lambda m: m["summary"].update(world_size=0),
     "a world that is a text": lambda m: m["summary"].update(world_size="1"),
     "no format": lambda m: m.pop("format"),
-    "another format": lambda m: m.update(format=3),
+    "another format": lambda m: m.update(format=4),
 }
 STATES = {
     "progress that is a list": lambda s: s.update(progress=[]),

@@ -26,7 +26,7 @@ def cache(tmp_path):
     return Cache(tmp_path, max_bytes=10 * len(CONTENT))
 
 
-def held(cache, name, made=None, content=CONTENT):
+def locked(cache, name, made=None, content=CONTENT):
     """Hold a file, and note that it was made."""
 
     def make(to):
@@ -34,7 +34,7 @@ def held(cache, name, made=None, content=CONTENT):
         if made is not None:
             made.append(name)
 
-    return cache.hold(name, "a.tar", len(content), make)
+    return cache.get(name, "a.tar", len(content), make)
 
 
 def files_in(folder):
@@ -44,7 +44,7 @@ def files_in(folder):
 def test_a_file_is_made_once_and_is_read_only(cache):
     made = []
     for _ in range(3):
-        file = held(cache, "one", made)
+        file = locked(cache, "one", made)
         assert file.path.read_bytes() == CONTENT
         assert file.path.name.endswith("-a.tar")
         file.close()
@@ -59,41 +59,41 @@ def test_a_file_that_is_not_complete_is_never_seen(cache, tmp_path):
         raise OSError(errno.EIO, "the cable")
 
     with pytest.raises(OSError, match="the cable"):
-        cache.hold("one", "a.tar", len(CONTENT), fails)
+        cache.get("one", "a.tar", len(CONTENT), fails)
     assert files_in(tmp_path) == []
-    file = held(cache, "one")
+    file = locked(cache, "one")
     assert file.path.read_bytes() == CONTENT
     file.close()
 
 
 def test_a_damaged_file_is_made_again(cache, tmp_path, caplog):
-    file = held(cache, "one")
+    file = locked(cache, "one")
     file.close()
     file.path.chmod(0o600)
     file.path.write_bytes(CONTENT[:-1] + b"!")
 
-    again = held(Cache(tmp_path, 1e9), "one")
+    again = locked(Cache(tmp_path, 1e9), "one")
     assert again.path.read_bytes() == CONTENT
     assert "is damaged, and is made again" in caplog.text
     again.close()
 
 
 def test_a_damaged_file_that_another_job_reads_is_an_error(cache, tmp_path):
-    file = held(cache, "one")
+    file = locked(cache, "one")
     file.path.chmod(0o600)
     file.path.write_bytes(b"?")
 
     with pytest.raises(UserError, match="is damaged, and in use"):
-        held(Cache(tmp_path, 1e9), "one")
+        locked(Cache(tmp_path, 1e9), "one")
     file.close()
 
 
 def test_files_that_were_not_used_for_the_longest_time_are_removed(cache, tmp_path):
     for at in range(12):
-        held(cache, f"n{at}").close()
+        locked(cache, f"n{at}").close()
         os.utime(tmp_path / "files" / f"n{at}", (at, at))
         if at == 8:
-            held(cache, "n0").close()  # it is used again
+            locked(cache, "n0").close()  # it is used again
 
     there = {path.name for path in (tmp_path / "files").iterdir() if path.is_dir()}
     assert "n0" in there
@@ -102,26 +102,26 @@ def test_files_that_were_not_used_for_the_longest_time_are_removed(cache, tmp_pa
 
 
 def test_a_file_in_use_is_not_removed_and_the_limit_is_told(cache, tmp_path, caplog):
-    files = [held(cache, f"n{at}") for at in range(12)]
+    files = [locked(cache, f"n{at}") for at in range(12)]
 
     assert all(file.path.read_bytes() == CONTENT for file in files)
     assert caplog.text.count("has files in use that are larger than data.cache.size_gib") == 1
     for file in files:
         file.close()
-    held(cache, "other").close()
+    locked(cache, "other").close()
     assert len([path for path in (tmp_path / "files").iterdir() if path.is_dir()]) <= 10
 
 
 def test_a_file_that_is_larger_than_the_cache_can_be_used(tmp_path):
     """In other caches, a limit below the size of a file is a dead lock."""
-    file = held(Cache(tmp_path, max_bytes=1), "one")
+    file = locked(Cache(tmp_path, max_bytes=1), "one")
     assert file.path.read_bytes() == CONTENT
     file.close()
 
 
 def test_a_full_disk_makes_room_and_is_then_an_error(tmp_path):
     cache = Cache(tmp_path, max_bytes=1e9)
-    held(cache, "old").close()
+    locked(cache, "old").close()
     tries = []
 
     def make(to):
@@ -130,21 +130,21 @@ def test_a_full_disk_makes_room_and_is_then_an_error(tmp_path):
             raise OSError(errno.ENOSPC, "full")
         to.write_bytes(CONTENT)
 
-    cache.hold("one", "a.tar", len(CONTENT), make).close()
+    cache.get("one", "a.tar", len(CONTENT), make).close()
     assert not (tmp_path / "files" / "old").exists()
 
     def full(_):
         raise OSError(errno.ENOSPC, "full")
 
     with pytest.raises(UserError, match="no space is left for 0 MiB"):
-        cache.hold("two", "a.tar", len(CONTENT), full)
+        cache.get("two", "a.tar", len(CONTENT), full)
 
 
 def test_threads_that_want_one_file_make_it_once(cache):
     made = []
 
     def want(_):
-        file = held(cache, "one", made)
+        file = locked(cache, "one", made)
         content = file.path.read_bytes()
         file.close()
         return content
@@ -158,7 +158,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     cache = Cache(tmp_path, 1e9)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(UserError, match="belongs to another user"):
-        held(cache, "one")
+        locked(cache, "one")
 
 
 def test_the_folder_is_that_of_the_node(monkeypatch):

@@ -34,7 +34,9 @@ def watch():
     told, ended, made = [], [], []
 
     def begin(waiting_since_s, num_ranks=1, health=QUICK):
-        made.append(DataWatch(Ranks(num_ranks), health, waiting_since_s, told.append, ended.append))
+        made.append(
+            DataWatch(Ranks(num_ranks), health, waiting_since_s, lambda: "", told.append, ended.append)
+        )
         return told, ended
 
     yield begin

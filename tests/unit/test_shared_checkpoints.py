@@ -461,7 +461,7 @@ def test_any_part_comes_back_from_any_pieces(cut, tmp_path_factory):
             folder, writing.Content({"model": {"a": piece}}, {} if rank else DOCUMENTS, {}), rank
         )
     summary = {"epochs": 0.0, "metrics": {}, "unix_time_s": 0.0, "world_size": 1}
-    writing.commit(folder, 1, files, summary)
+    writing.commit(folder, 1, files, writing.Content({}, DOCUMENTS, summary))
 
     read = store.read_checkpoint(folder.with_name("step-000000000001"), ["model"]).arrays["model"]
 

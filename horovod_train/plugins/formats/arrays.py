@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from horovod_train.data.source import DataError, Opened, Rows, Source
+from horovod_train.errors import result_of
 from horovod_train.plugins.formats.tokens import mapped_array
 from horovod_train.system.machine import import_optional
 
@@ -106,10 +107,9 @@ def _hdf5(file: Path) -> Arrays:
 
 def _zarr(file: Path) -> Arrays:
     zarr = import_optional("zarr", needed_by=file.name, hint="pip install zarr")
-    try:
-        store = zarr.storage.ZipStore(file, mode="r")
-        opened = zarr.open(store, mode="r")
-    except Exception as error:
+    store, error = result_of(lambda: zarr.storage.ZipStore(file, mode="r"))
+    opened, error = result_of(lambda: zarr.open(store, mode="r")) if error is None else (None, error)
+    if error is not None or store is None or opened is None:
         raise DataError(f"is not a Zarr store in a zip file, or is damaged: {error}") from error
     arrays = {"array": opened} if hasattr(opened, "shape") else dict(opened.arrays())
     return arrays, store.close

@@ -157,7 +157,8 @@ def _load(
 
 def changes_since(resumed: LoadedCheckpoint, order: DataOrder) -> list[str]:
     """Return a line for each change since a checkpoint was written; ``order`` is the present sample order."""
-    return [*document_changes(resumed.progress["order"], asdict(order), "data"), *resumed.changes]
+    before = asdict(DataOrder(**resumed.progress["order"]))  # type: ignore[arg-type]
+    return [*document_changes(before, asdict(order), "data"), *resumed.changes]
 
 
 INTERVAL_S = 0.5
