@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.files import WRITERS, x_of
-from support.launching import PROGRAMS, cli, write_job
+from support.launching import PROGRAMS, cli, environment, write_job
 
 pytestmark = pytest.mark.ranks
 SIZES = (31, 0, 17, 1, 40, 7)
@@ -39,7 +41,7 @@ def trained(folder, data, worlds, **fields):
                 "decode": f"{PROGRAMS / 'file_tasks.py'}:decode",
                 **data,
             },
-            checkpoint={"every": "3 steps"},
+            checkpoint={"every": "3 steps", "background": False},
             health={"one_process": "off"},
             launch={"num_ranks": num_ranks, "threads_per_rank": 1},
             **fields,
@@ -53,6 +55,16 @@ def trained(folder, data, worlds, **fields):
     return load_file(folder / "weights.safetensors")
 
 
+def written(name, folder):
+    """Write files in a process of its own: packages of some formats change variables, and start threads."""
+    code = f"from support.files import WRITERS; print(*WRITERS[{name!r}](Path({str(folder)!r}), {SIZES}))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"from pathlib import Path; {code}"],
+        env=environment(PYTHONPATH=str(PROGRAMS.parent)), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
 def used(weights):
     """How often each sample was used."""
     return np.round(weights["used"] * 1.0, 9)
@@ -62,7 +74,7 @@ def used(weights):
     "name", [pytest.param(each, marks=[] if each == AT_HOME else pytest.mark.campaign) for each in WRITERS]
 )
 def test_each_sample_is_used_once_in_an_epoch_after_kill_9_on_1_3_2_and_5_ranks(tmp_path, name):
-    source, pattern = WRITERS[name](tmp_path, SIZES)
+    source, pattern = written(name, tmp_path)
     data = {"source": source, "files": str(tmp_path / pattern), "num_workers": 2}
     killed = trained(tmp_path / "killed", data, [(1, 17), (3, 9), (2, 10), (5, 0)])
     alone = trained(tmp_path / "alone", {**data, "num_workers": 0}, [(1, 0)])

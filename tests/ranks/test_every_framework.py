@@ -19,14 +19,16 @@ from frameworks.cases import (
     cases_of,
     refusal,
 )
-from frameworks.net import BATCH_SIZE, NUM_SAMPLES, start_weights
-from safetensors.numpy import load_file
+from frameworks.net import BATCH_SIZE, NUM_EVAL_SAMPLES, NUM_SAMPLES, Samples, start_weights
+from safetensors.numpy import load_file, save_file
+from support.checkpoints import arrays, newest
 from support.joint import largest_difference, train_jointly
 from support.launching import PROGRAMS, cli, name_of, results, write_job
 from support.matrix import COLUMNS, WEIGHTS
 from support.once import once
+from support.pools import CONTROLLERS
 
-from horovod_train.checkpoint.store import list_checkpoints
+from horovod_train.checkpoint.store import list_checkpoints, read_manifest
 
 WORLDS = [(3, "mpi"), (2, "gloo"), (2, "mpi"), (3, "gloo")]
 # A third rank of those that take long to import is for campaigns; so are pools that no other test uses.
@@ -235,3 +237,43 @@ def test_evaluations_do_not_change_what_is_trained(tmp_path, framework, task):
     expected = weights("undisturbed", {}, every=2)
 
     assert weights("stopped", {"stop_at_step": 3}, {}, every="2 steps") == expected
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(each, marks=[] if each in ("jax", "lightning") else pytest.mark.campaign)
+        for each in CONTROLLERS
+    ],
+)
+def test_every_framework_trains_with_files_as_with_arrays(run, tmp_path, pools):
+    for name, data in (("train", Samples(50, 1)), ("eval", Samples(NUM_EVAL_SAMPLES, 2))):
+        for place, part in enumerate((slice(0, 20), slice(20, 20), slice(20, None))):
+            save_file({"x": data.x[part], "y": data.y[part]}, tmp_path / f"{name}-{place}.safetensors")
+    framework = name_of(run)
+    decode = "frameworks.net:" + ("dictionary" if framework == "transformers" else "pair")
+    files = {
+        "source": "arrays",
+        "files": "train-*.safetensors",
+        "eval": {"files": "eval-*.safetensors"},
+        "decode": decode,
+    }
+    found = {}
+    for name, data in (("arrays", {}), ("files", {**files, "cache": {"dir": str(tmp_path / "cache")}})):
+        job = write_job(
+            tmp_path / f"{name}.yaml",
+            name=name,
+            framework=framework,
+            task=f"frameworks.{framework}_task:Task",
+            run_dir=str(tmp_path / "runs"),
+            train={"epochs": 2, "batch_size_per_rank": 4},
+            lr={"base_lr": 0.01, "scaling": "none"},
+            data={"shuffle": False, **data},
+            launch={"num_ranks": 2, "controller": CONTROLLERS[run]},
+        )
+        pools.get(run, 2, CONTROLLERS[run]).run("run_job.py", str(job), folder=tmp_path)
+        path = newest(tmp_path, name)
+        found[name] = arrays(path), read_manifest(path).summary["metrics"]
+
+    assert found["files"] == found["arrays"]
+    assert found["files"][1]

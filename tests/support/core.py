@@ -16,6 +16,8 @@ OTHER_PACKAGES = {  # files of unit tests that need another framework, a tracker
     "test_mpijob_client.py",
     "test_mpijob_launcher.py",
     "test_mpijobs.py",
+    "test_remote_files.py",
+    "test_sources.py",
     "test_tasks.py",
     "test_tracker_files.py",
 }

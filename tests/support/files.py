@@ -167,7 +167,7 @@ def decode(sample):
     """Id and array of a stored sample of any of these formats."""
     if "json" in sample:
         return {"id": json.loads(sample["json"])["id"], "x": _npy(sample["x.npy"])}
-    return {"id": np.int64(sample["id"]), "x": np.asarray(sample["x"], np.float32)}
+    return {"id": np.int64(np.asarray(sample["id"]).item()), "x": np.asarray(sample["x"], np.float32)}
 
 
 def _npy(data):

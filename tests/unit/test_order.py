@@ -22,7 +22,7 @@ from horovod_train.data.order import (
     without_replacement,
 )
 from horovod_train.data.order import order_of as order_of_epoch
-from horovod_train.data.shard import epoch_order, share_of_step
+from horovod_train.data.shard import StepsOfEpoch, epoch_order, share_of_step
 
 file_sizes = st.lists(st.sampled_from([0, 1, 2, 7, 13, 101, 331]), min_size=1, max_size=12)
 row_sizes = st.integers(1, 200)
@@ -269,3 +269,36 @@ class TestSimilarLengths:
             self.order().at(np.arange(1500, 1520)).tolist()
             == self.order().at(np.arange(1520))[1500:].tolist()
         )
+
+
+class TestWorlds:
+    """Ranks that change after any step use the samples of one process, in its order."""
+
+    @given(
+        file_sizes,
+        st.integers(1, 64),
+        st.lists(st.tuples(st.integers(1, 64), st.integers(1, 30)), min_size=1, max_size=4),
+        st.integers(1, 40),
+    )
+    def test_each_sample_is_used_once_in_the_order_of_one_process(self, sizes, batch_size, worlds, row_size):
+        assume(sum(sizes))
+        settings = DataOrder(sum(sizes), 3, shuffle=True, kind="files", row_size=row_size)
+        order = order_of_epoch(settings, Files(sizes), 1)
+        used, cursor = [], 0
+        for num_ranks, num_steps in [*worlds, (1, sum(sizes))]:
+            ranks = [
+                StepsOfEpoch(
+                    num_samples=sum(sizes), cursor=cursor, batch_size_per_rank=-(-batch_size // num_ranks),
+                    accumulation_steps=1, rank=rank, size=num_ranks, global_batch_size=batch_size,
+                    max_steps=num_steps,
+                )
+                for rank in range(num_ranks)
+            ]  # fmt: skip
+            for shares in zip(*ranks, strict=True):
+                for share in shares:
+                    for piece in share.micro_batches:
+                        used += order[piece.start : piece.stop].tolist()
+                cursor += shares[0].num_samples
+
+        assert used == order[:].tolist()
+        assert sorted(used) == list(range(sum(sizes)))

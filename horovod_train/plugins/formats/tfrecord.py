@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +18,13 @@ TAIL_BYTES = 4
 
 
 class TfRecord(ByteRanges):
-    """TFRecord files, plain or compressed. A stored sample is the bytes of a record."""
+    """TFRecord files, plain or compressed. A stored sample has the features of a ``tf.train.Example``.
+
+    A feature is an array of int64 or float32, or a list of bytes.
+    """
+
+    records: Literal["example", "bytes"] = "example"
+    """Content of records; bytes: ``decode`` receives them as they are."""
 
     def rows(self, file: Path) -> Rows:
         """Return the range of the data of each record."""
@@ -40,14 +46,12 @@ class TfRecord(ByteRanges):
                 start = stop
         return np.array(found, np.int64).reshape(-1, 2)
 
-    def parse(self, data: bytes) -> bytes:
-        """Return the bytes of a record."""
-        return data
-
-    def decode(self, sample: bytes) -> dict[str, Any]:
-        """Return the features of an example: arrays of int64 or float32, or lists of bytes."""
+    def parse(self, data: bytes) -> object:
+        """Return the content of a record."""
+        if self.records == "bytes":
+            return data
         try:
-            return dict(features(sample))
+            return dict(features(data))
         except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
             raise DataError(f"has a record that is not a tf.train.Example: {error}") from error
 

@@ -68,6 +68,16 @@ class Slow(Samples):
         return super().__getitem__(index)
 
 
+def pair(row: Any) -> Any:
+    """Return the sample (x, y) of a row of arrays."""
+    return row["x"], row["y"]
+
+
+def dictionary(row: Any) -> Any:
+    """Return the sample of Transformers of a row of arrays."""
+    return {"x": row["x"], "labels": int(row["y"])}
+
+
 class NumpyTask:
     """The data of a task whose samples are NumPy arrays.
 
