@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import time
+from time import monotonic, sleep, time
 
 from horovod_train.errors import UserError
 
 log = logging.getLogger(__name__)
 
+PATIENCE_S = 2.0
 REMOVED = ".removed-"
 MAKING = ".making-"
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -261,12 +262,31 @@ def _remove(place: Path) -> bool:
     return True
 
 
+def _is_locked(handle: int) -> bool:
+    """Lock a file if no other process has locked it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Return a context in which no other process has locked a file, which is created."""
+def lock(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Return a context in which no other process has locked a file, which is created.
+
+    Args:
+        path: The file.
+        on_wait: Called once if another process has locked it for longer than ``PATIENCE_S``.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        until_s = monotonic() + PATIENCE_S
+        while not _is_locked(handle) and monotonic() < until_s:
+            sleep(0.02)
+        if not _is_locked(handle):
+            on_wait()
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)

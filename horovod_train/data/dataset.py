@@ -17,7 +17,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
 
@@ -47,14 +47,16 @@ from horovod_train.data.order import (
 )
 from horovod_train.data.remote import is_remote
 from horovod_train.data.source import Opened, SampleFunction, Source
-from horovod_train.errors import HorovodTrainError, UserError
+from horovod_train.errors import UserError, result_of
 from horovod_train.registry import SOURCES, load_function
 
 log = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 128
 NUM_PREFETCHED = 4
-"""Remote files that are copied before they are needed."""
+"""Files that are copied before they are needed."""
+MAX_LOOKAHEAD = 512
+"""Batches that are examined for such files, from the current one."""
 REPORT_INTERVAL_S = 10.0
 Report = Callable[[int, int, int], None]
 
@@ -232,9 +234,15 @@ class FileDataset:
     def _local(self, file: int) -> tuple[Path, LockedFile | None]:
         return local_file(self.index.listed(file), self.source, self.cache, self.index.file_digest(file))
 
-    def prefetcher(self, upcoming: Iterable[Numbers]) -> Prefetcher:
-        """Start a thread that copies files before the samples of the next batches are read."""
-        return Prefetcher(self, upcoming)
+    @property
+    def has_cached_files(self) -> bool:
+        """Whether files are copied or unpacked before they are read; all are, or none."""
+        url = self.index.url(0)
+        return is_remote(url) or self.source.is_packed(url)
+
+    def prefetcher(self, upcoming: Iterable[Numbers]) -> Prefetcher | None:
+        """Start a thread that copies files before the samples of the next batches are read; None: no need."""
+        return Prefetcher(self, upcoming) if self.has_cached_files else None
 
     def waiting_for(self, numbers: Numbers) -> str:
         """Return the file among those of some samples that is being copied, and how fast; empty: none."""
@@ -322,6 +330,11 @@ class Concatenation:
         for number, part in enumerate(self._parts):
             yield from part.cached_files(self._inside(numbers[of == number], number))
 
+    @property
+    def has_cached_files(self) -> bool:
+        """Whether files of a part are copied or unpacked before they are read."""
+        return any(part.has_cached_files for part in self._parts)
+
     prefetcher = FileDataset.prefetcher
     waiting_for = FileDataset.waiting_for
 
@@ -360,6 +373,8 @@ class Prefetcher:
     def _run(self) -> None:
         seen: OrderedDict[tuple[int, int], None] = OrderedDict()
         for number, numbers in enumerate(self.upcoming):
+            if not self._wait_for(partial(self._is_near, number)):
+                return
             for dataset, file in self.dataset.cached_files(numbers):
                 key = id(dataset), file
                 if key in seen:
@@ -368,24 +383,25 @@ class Prefetcher:
                 seen[key] = None
                 while len(seen) > MAX_OPEN_FILES:
                     seen.popitem(last=False)
-                if not self._wait_for(number):
+                if not self._wait_for(partial(self._has_room, number)):
                     return
-                try:
-                    dataset.fetch(file)
-                except HorovodTrainError as error:
-                    log.info("prefetch: %s", error.message)  # who needs the file reports it
+                result_of(partial(dataset.fetch, file))  # who needs the file reports an error
                 self._ahead.append(number)
 
-    def _wait_for(self, number: int) -> bool:
-        """Wait until few files are ahead of what is read; False: the thread must end."""
+    def _wait_for(self, is_due: Callable[[], bool]) -> bool:
+        """Wait until a condition holds; False: the thread must end."""
         with self._condition:
-            while not self._is_closed:
-                while self._ahead and self._ahead[0] <= self._position:
-                    self._ahead.popleft()
-                if number <= self._position or len(self._ahead) < NUM_PREFETCHED:
-                    return True
-                self._condition.wait()
-        return False
+            self._condition.wait_for(lambda: self._is_closed or is_due())
+            return not self._is_closed
+
+    def _is_near(self, number: int) -> bool:
+        return number <= self._position + MAX_LOOKAHEAD
+
+    def _has_room(self, number: int) -> bool:
+        """Return whether a file of a batch is needed now, or few files are ahead of what is read."""
+        while self._ahead and self._ahead[0] <= self._position:
+            self._ahead.popleft()
+        return number <= self._position or len(self._ahead) < NUM_PREFETCHED
 
 
 def open_files(
@@ -616,7 +632,7 @@ class _Report:
         if is_first:
             self._next_s = now_s + 1.0  # nothing is said about what takes less
             return
-        log.info("index of %s: %d of %d files, %d samples", self.name, done, total, num_samples)
+        log.warning("index of %s: %d of %d files, %d samples", self.name, done, total, num_samples)
 
 
 def read_excluded(path: Path) -> dict[str, list[int]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import shutil
 import types
 from collections import Counter
@@ -46,6 +47,8 @@ from horovod_train.data.remote import (
 from horovod_train.data.source import DataError, Opened, Rows, SampleFunction, Source
 from horovod_train.errors import HorovodTrainError, UserError, result_of
 from horovod_train.system.files import write_atomic
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Columns = dict[str, list[str | float]]
@@ -316,20 +319,24 @@ class IndexMaker:
         private_folder(self._root)
         key = self._description.key()
         current = self._root / f"{key}.current"
-        with lock(self._root / f"{key}.lock"):
+        with lock(self._root / f"{key}.lock", self._report_wait):
             found, _ = result_of(lambda: (current.read_text(), current.stat().st_mtime))
-            if found is not None and not again and time() - found[1] < LISTED_AGAIN_S:
+            is_new = found is not None and not again and time() - found[1] < LISTED_AGAIN_S
+            if found is not None and is_new and (self._root / found[0] / "index.json").is_file():
                 return Index(self._root / found[0])
             self.cache.remove_leftovers()
             listed = self._listed()
             digest = name_of([(each.url, each.size_bytes, each.tag) for each in listed])[:16]
             folder = self._root / f"{key}-{digest}"
-            if again:
-                shutil.rmtree(folder, ignore_errors=True)
+            if again:  # jobs may use the former one
+                folder = folder.with_name(f"{folder.name}-{int(time())}")
             if not (folder / "index.json").is_file():
                 self._make(folder, listed)
             write_atomic(current, folder.name)
         return Index(folder)
+
+    def _report_wait(self) -> None:
+        log.warning("waiting for another process, which makes the index of %s", self._description.files[0])
 
     def problems(self, decode: SampleFunction | None) -> list[tuple[str, int | None, str]]:
         """Read and decode all samples; return file, sample (None: the file), and problem of those that fail.

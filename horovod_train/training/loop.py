@@ -94,7 +94,8 @@ def begin(run: Run) -> None:
     """
     if run.eval_reader is None and wanted_metrics(run):
         raise UserError(
-            f"{', '.join(wanted_metrics(run))}: the task has no evaluation data", hint="give it eval_data()"
+            f"{', '.join(wanted_metrics(run))}: the task has no evaluation data",
+            hint="give it eval_data(), or set data.eval",
         )
     prepare_evaluations(run)
     run.convert_durations()

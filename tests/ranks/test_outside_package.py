@@ -1,6 +1,6 @@
 """A package of somebody else adds rows from pip install, where no checkout is importable.
 
-It has a framework, a strategy, a codec, a schedule, a tracker and two launchers of a batch system.
+It has a framework, a strategy, a codec, a schedule, a tracker, a source and two launchers of a batch system.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 from support import outside_queue
 from support.launching import TIMEOUT_S, environment, write_job
@@ -120,6 +121,18 @@ def test_a_job_is_trained_with_all_of_it(cli, tmp_path):
     assert "verified" not in done.stderr
 
 
+def test_its_source_is_read(cli, tmp_path):
+    for name, numbers in (("a", 40), ("b", 24)):
+        (np.arange(numbers, dtype=np.float32) / numbers).tofile(tmp_path / f"{name}.frames")
+    done = cli("run", job(tmp_path, data=frames(numbers=4)))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 steps" in done.stdout
+    assert "samples  16" in cli("data", "inspect", job(tmp_path, data=frames(numbers=4))).stdout
+    wrong = cli("data", "index", job(tmp_path, data=frames(numbers=5)))
+    assert "b.frames: has 16 bytes more than whole frames" in wrong.stderr
+
+
 def copies(**args):
     return {"name": "copies", "args": args}
 
@@ -130,6 +143,10 @@ def rounded(**args):
 
 def lines(**args):
     return {"trackers": [{"name": "lines", "args": args}]}
+
+
+def frames(**args):
+    return {"source": "frames", "source_args": args, "files": "*.frames"}
 
 
 def queue(**settings):
@@ -148,6 +165,7 @@ def queue(**settings):
             "lr.decay_args.period", "not a known field", "decay: triangle",
         ),
         ({"metrics": lines(digits=99)}, "metrics.trackers.0.args.digits", "at most 17", ""),
+        ({"data": frames(number=4)}, "data.source_args.number", "not a known field", "numbers"),
         ({"launch": queue(per_nod=2)}, "launch.queue.per_nod", "not a known field", "per_node"),
         ({"launch": queue(options=["--array=3"])}, "launch.queue.options", "submits a job array", "queue-"),
         (
@@ -185,6 +203,8 @@ def test_the_schema_for_editors_contains_it(cli):
     assert not is_valid(strategy={"name": "copies", "args": {"copies": 0}})
     assert is_valid(launch={"queue": {"ranks_per_node": 2}})
     assert not is_valid(launch={"queue": {"ranks_per_node": 0}})
+    assert is_valid(data=frames(numbers=4))
+    assert not is_valid(data=frames(numbers=0))
     assert not is_valid(lr={"decay": "triangle", "decay_args": {"low": 2}})
 
 

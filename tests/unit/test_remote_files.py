@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 
+import numpy as np
 import pytest
 from support.files import SIZES, json_lines, webdataset
 from support.s3 import FAULTS, s3_store
+from support.waiting import wait_until
 
 from horovod_train.data import dataset, remote
+from horovod_train.data.index import cached_name
 from horovod_train.data.remote import expand_braces
 from horovod_train.data.source import DataError
 from horovod_train.errors import UserError
@@ -130,21 +134,59 @@ def test_compressed_files_are_unpacked_once_in_the_cache(s3, files_of, tmp_path)
 
 
 def test_the_next_files_are_copied_before_they_are_read(s3, files_of):
-    import numpy as np
-
     found = files_of(cache="first")
     s3.requests.clear()
     again = dataset.FileDataset(found.index, found.source, dataset.cache_of(f"{found.cache.folder}-2", 1))
     prefetcher = again.prefetcher(np.arange(start, start + 3) for start in range(0, 18, 3))
     try:
         prefetcher.advance()
-        from support.waiting import wait_until
-
         wait_until(lambda: len({path for path in s3.requests if "train-" in path}) >= 3)
     finally:
         prefetcher.close()
     assert ids(again)[:3] == [0, 1, 2]
     again.close()
+
+
+def test_a_file_that_is_being_copied_is_named_with_its_rate(s3, files_of):
+    found = files_of(cache="first")
+    again = dataset.FileDataset(found.index, found.source, dataset.cache_of(f"{found.cache.folder}-2", 1))
+    assert again.waiting_for(np.array([6, 7])) == ""
+    making = again.cache.folder / cached_name(again.index.listed(2), again.source) / ".making-train-002.tar"
+    making.parent.mkdir(parents=True)
+    making.write_bytes(b"x" * 2**20)
+
+    said = again.waiting_for(np.array([6, 7]))
+    assert re.fullmatch(r"s3://data/.*/train-002\.tar \(1\.0 of 0\.0 MiB, [0-9.e+]+ MiB/s\)", said)
+    again.close()
+
+
+def test_files_of_this_host_are_not_copied(tmp_path):
+    webdataset(tmp_path)
+    found = dataset.open_files("webdataset", str(tmp_path / "train-*.tar"), index_dir=str(tmp_path / "index"))
+
+    assert not found.has_cached_files
+    assert found.prefetcher(iter([])) is None
+    found.close()
+
+
+def test_files_far_ahead_are_not_looked_for(s3, files_of, monkeypatch):
+    """An epoch may have millions of batches."""
+    monkeypatch.setattr(dataset, "MAX_LOOKAHEAD", 5)
+    found, examined = files_of(), []
+
+    def upcoming():
+        for number in range(1000):
+            examined.append(number)
+            yield np.array([0])
+
+    prefetcher = found.prefetcher(upcoming())
+    try:
+        wait_until(lambda: len(examined) == 7)
+        prefetcher.advance()
+        wait_until(lambda: len(examined) == 8)
+    finally:
+        prefetcher.close()
+    assert len(examined) == 8
 
 
 def test_braces_are_expanded_like_in_a_shell():
