@@ -24,6 +24,9 @@ from typing import Any
 
 from horovod_train.errors import HorovodTrainError, UnknownNameError, UserError, result_of
 
+OF_A_FILE = "horovod_train_task_"
+"""Begin of the names of modules that are imported from files."""
+
 SUPPORT = "SUPPORT"
 """End of the name of an object that declares what a job may ask of a row."""
 
@@ -151,7 +154,7 @@ def load_location(location: str, table: Registry) -> Any:
     if not file.endswith(".py"):
         make_task_importable(location)
         return load_attribute(location, what=what)
-    module_name = f"horovod_train_task_{Path(file).stem}"
+    module_name = f"{OF_A_FILE}{Path(file).stem}"
     known = sys.modules.get(module_name)
     if known is not None and known.__file__ != file:  # a file of the same name in another folder
         module_name = f"{module_name}_{zlib.crc32(os.fsencode(file)):08x}"

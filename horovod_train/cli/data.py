@@ -156,7 +156,12 @@ def verify(job: str, overrides: Sequence[str], processes: int | None, output: Pa
     for path, files in _sections(loaded):
         with _progress(path) as report:
             found = problems_of_files(
-                files, loaded.data, loaded.run_dir, num_processes=_cores(processes), report=report
+                files,
+                loaded.data,
+                loaded.run_dir,
+                is_sampled=path != "data.eval",
+                num_processes=_cores(processes),
+                report=report,
             )
         for url, number, text in found:
             click.echo(f"{url}{'' if number is None else f', sample {number}'}: {text}")

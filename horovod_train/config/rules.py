@@ -703,25 +703,32 @@ def files_are_described(job: Job) -> Iterator[Problem]:
         yield Problem(
             "data.mixture", "", "is a list of sources, and data.source is one", "remove one of them"
         )
-    has_training_files = data.source is not None or bool(data.mixture)
     for path, files in data_sections(data):
-        source = files.source
-        if path == "data.eval" and source is None:
-            source = (data.mixture[0] if data.mixture else data).source
-        if source is not None:
-            yield from SOURCE_ARGS.problems(source, files.source_args, f"{path}.source_args")
-            if not files.files:
-                yield Problem(f"{path}.files", "", f"is required with source: {source}", "name the files")
-            continue
-        for field in ("source_args", "files", "decode", "keep", "exclude"):
-            if getattr(files, field) != type(files).model_fields[field].get_default():
-                known = ", ".join(sorted(SOURCES.rows))
-                yield Problem(f"{path}.{field}", "", "has no effect without a source", f"set source: {known}")
+        yield from _problems_of_files(path, files, data)
     for field in ("sampling", "collate"):
-        if getattr(data, field) is not None and not has_training_files:
+        if getattr(data, field) is not None and data.source is None and not data.mixture:
             yield Problem(
                 f"data.{field}", "", "is for files: the task's train_data() decides it", "leave it out"
             )
+
+
+def _problems_of_files(path: str, files: Files, data: Data) -> Iterator[Problem]:
+    source, args = files.source, files.source_args
+    of = data.mixture[0] if data.mixture else data
+    if path == "data.eval" and source in (None, of.source):
+        source, args = of.source, {**of.source_args, **args}
+    known = ", ".join(sorted(SOURCES.rows))
+    if source is not None:
+        yield from SOURCE_ARGS.problems(source, args, f"{path}.source_args")
+        if not files.files:
+            yield Problem(f"{path}.files", "", f"is required with source: {source}", "name the files")
+    elif path.startswith("data.mixture"):
+        yield Problem(f"{path}.source", "", "is required in each part", f"set source: {known}")
+    else:
+        hint = "write it in the parts of data.mixture" if data.mixture else f"set source: {known}"
+        for field in ("source_args", "files", "decode", "keep", "exclude"):
+            if getattr(files, field) != type(files).model_fields[field].get_default():
+                yield Problem(f"{path}.{field}", "", "has no effect without a source", hint)
 
 
 def sampling_is_possible(job: Job) -> Iterator[Problem]:

@@ -150,6 +150,10 @@ class Cache:
             self._verified.add(str(file))
         return True
 
+    def remove(self, name: str) -> bool:
+        """Remove a file; False: it is in use."""
+        return _remove(self.folder / name)
+
     def progress(self, name: str) -> tuple[int, float] | None:
         """Return the bytes of a file that is being made, and the seconds since it was begun; None: none."""
         with suppress(FileNotFoundError):
@@ -254,7 +258,7 @@ def _remove(place: Path) -> bool:
         return False
     try:
         # Another process may make the file again while this one is being removed.
-        removed = place.with_name(f"{REMOVED}{os.getpid()}-{place.name}")
+        removed = place.with_name(f"{REMOVED}{os.urandom(8).hex()}")
         place.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
     finally:

@@ -13,13 +13,16 @@ from __future__ import annotations
 import logging
 import os
 import re
+import resource
 import threading
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
+from typing import TypeVar
 
 import numpy as np
 
@@ -46,19 +49,21 @@ from horovod_train.data.order import (
     without_replacement,
 )
 from horovod_train.data.remote import is_remote
-from horovod_train.data.source import Opened, SampleFunction, Source
-from horovod_train.errors import UserError, result_of
+from horovod_train.data.source import DataError, Opened, SampleFunction, Source
+from horovod_train.errors import HorovodTrainError, UserError, result_of
 from horovod_train.registry import SOURCES, load_function
 
 log = logging.getLogger(__name__)
 
-MAX_OPEN_FILES = 128
+MAX_OPEN_FILES = max(8, min(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16))
+"""Open files of a dataset in a process."""
 NUM_PREFETCHED = 4
 """Files that are copied before they are needed."""
 MAX_LOOKAHEAD = 512
 """Batches that are examined for such files, from the current one."""
 REPORT_INTERVAL_S = 10.0
 Report = Callable[[int, int, int], None]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -146,9 +151,10 @@ class FileDataset:
             mine = np.flatnonzero(files == file).tolist()
             url = self.index.url(file)
             with naming(url):
-                samples = self._file(file).opened.read(places[mine].tolist())
+                opened = self._file(file).opened
+                samples = _explained(partial(opened.read, places[mine].tolist()), places[mine])
                 for at, sample in zip(mine, samples, strict=True):
-                    found[at] = self._decoded(sample)
+                    found[at] = _explained(partial(self._decoded, sample), places[at : at + 1])
         return found
 
     def places_of(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
@@ -203,6 +209,12 @@ class FileDataset:
             ends = self.index.weight_ends()
             if self._replacement:
                 whole = Draws(ends, order.seed)
+            elif order.num_samples > (drawn := np.count_nonzero(np.diff(ends, prepend=0.0))):
+                raise UserError(
+                    f"data.sampling.replacement: an epoch has {order.num_samples:,} samples, and only "
+                    f"{drawn:,} can be drawn once",
+                    hint=f"set data.samples_per_epoch to at most {drawn}, or draw with replacement",
+                )
             elif length > MAX_PERMUTATION:
                 raise UserError(
                     f"data.sampling.replacement: {length:,} samples cannot be drawn without replacement, at "
@@ -258,6 +270,25 @@ class FileDataset:
         return ""
 
 
+def _explained(call: Callable[[], Result], places: Numbers) -> Result:
+    """Return the result of a call, which is about samples at some places of a file.
+
+    Raises:
+        DataError: It raises another exception than one of this package.
+    """
+    found, error = result_of(call)
+    if error is None:
+        return found  # type: ignore[return-value]
+    if isinstance(error, HorovodTrainError):
+        raise error
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    raise DataError(
+        f"sample {', '.join(map(str, places))}: {type(error).__name__}: {error} "
+        f"(line {last.lineno} of {last.filename})",
+        hint="correct data.decode, or leave the sample out: `horovod-train data verify` lists such samples",
+    ) from error
+
+
 class Concatenation:
     """The samples of several datasets, one dataset after the other, and their mixture.
 
@@ -267,7 +298,12 @@ class Concatenation:
     """
 
     def __init__(self, parts: Sequence[FileDataset], proportions: Sequence[float]) -> None:
-        self._parts = list(parts)
+        self.parts = list(parts)
+        if any(part.index.summary.described != parts[0].index.summary.described for part in parts):
+            raise UserError(
+                "data.mixture: the files of the parts have other classes",
+                hint="set source_args.classes in each part to the names of all classes",
+            )
         self._proportions = [each / sum(proportions) for each in proportions]
         self._ends = np.cumsum([len(part) for part in parts])
         if hasattr(parts[0], "collate"):
@@ -286,7 +322,7 @@ class Concatenation:
         wanted = np.asarray(numbers, np.int64)
         of = np.searchsorted(self._ends, wanted, "right")
         found: list[object] = [None] * len(wanted)
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self.parts):
             mine = np.flatnonzero(of == number)
             samples = part.__getitems__(self._inside(wanted[mine], number).tolist())
             for at, sample in zip(mine.tolist(), samples, strict=True):
@@ -295,45 +331,45 @@ class Concatenation:
 
     def close(self) -> None:
         """Close all files."""
-        for part in self._parts:
+        for part in self.parts:
             part.close()
 
     def _inside(self, numbers: Numbers, part: int) -> Numbers:
-        return numbers - int(self._ends[part]) + len(self._parts[part])
+        return numbers - int(self._ends[part]) + len(self.parts[part])
 
     def digest(self) -> str:
         """Return a digest of the files of all parts, and of the proportions."""
-        return " ".join([*(part.digest()[:12] for part in self._parts), repr(self._proportions)])
+        return " ".join([*(part.digest()[:12] for part in self.parts), repr(self._proportions)])
 
     def file_lines(self) -> Iterator[str]:
         """Yield name, size, samples and digest of each file."""
-        return (line for part in self._parts for line in part.file_lines())
+        return (line for part in self.parts for line in part.file_lines())
 
     def endless(self, order: DataOrder) -> Endless:
         """Return the samples of all epochs."""
         orders = [
             DataOrder(
                 len(part),
-                order.seed + number,
+                (order.seed + number) % 2**32,
                 order.shuffle,
                 order.kind,
                 row_size=max(1, round(order.row_size * proportion)),
             )
-            for number, (part, proportion) in enumerate(zip(self._parts, self._proportions, strict=True))
+            for number, (part, proportion) in enumerate(zip(self.parts, self._proportions, strict=True))
         ]
-        whole = [part.endless(own) for part, own in zip(self._parts, orders, strict=True)]
-        return Mixture(whole, (self._ends - [len(part) for part in self._parts]).tolist(), self._proportions)
+        whole = [part.endless(own) for part, own in zip(self.parts, orders, strict=True)]
+        return Mixture(whole, (self._ends - [len(part) for part in self.parts]).tolist(), self._proportions)
 
     def cached_files(self, numbers: Numbers) -> Iterator[tuple[FileDataset, int]]:
         """Yield the files of some samples that are copied or unpacked before they are read."""
         of = np.searchsorted(self._ends, numbers, "right")
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self.parts):
             yield from part.cached_files(self._inside(numbers[of == number], number))
 
     @property
     def has_cached_files(self) -> bool:
         """Whether files of a part are copied or unpacked before they are read."""
-        return any(part.has_cached_files for part in self._parts)
+        return any(part.has_cached_files for part in self.parts)
 
     prefetcher = FileDataset.prefetcher
     waiting_for = FileDataset.waiting_for
@@ -520,7 +556,8 @@ def with_defaults(files: Files, of: Files) -> Files:
     if files.source is None:
         update["source"] = of.source
     if files.source in (None, of.source):
-        update |= {name: getattr(files, name) or getattr(of, name) for name in ("source_args", "decode")}
+        update["source_args"] = {**of.source_args, **files.source_args}
+        update["decode"] = files.decode or of.decode
     return files.model_copy(update=update)
 
 
@@ -556,14 +593,22 @@ def file_dataset(
 
 
 def problems_of_files(
-    files: Files, data: Data, run_dir: str, num_processes: int, report: Report | None = None
+    files: Files,
+    data: Data,
+    run_dir: str,
+    *,
+    is_sampled: bool,
+    num_processes: int,
+    report: Report | None = None,
 ) -> list[tuple[str, int | None, str]]:
     """Read and decode all samples of some files of a job.
 
     Returns:
         File, sample (None: the whole file), and problem of those that cannot be used.
     """
-    maker = index_maker(files, data, run_dir, num_processes=num_processes, report=report)
+    maker = index_maker(
+        files, data, run_dir, is_sampled=is_sampled, num_processes=num_processes, report=report
+    )
     return maker.problems(None if files.decode is None else Function(files.decode))
 
 
@@ -638,7 +683,7 @@ class _Report:
 def read_excluded(path: Path) -> dict[str, list[int]]:
     """Return what a file of ``data.exclude`` leaves out: files, and for each its samples; empty: all.
 
-    A line has the name of a file, and, after a tab, the number of a sample. ``#`` begins a comment.
+    A line has the name of a file, and, after a tab, the number of a sample. Comments begin with ``#``.
 
     Raises:
         UserError: The file cannot be read, or a line is not valid.
@@ -650,8 +695,8 @@ def read_excluded(path: Path) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     whole = set()
     for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].rstrip()
-        if not text:
+        text = line.rstrip()
+        if not text or text.startswith("#"):
             continue
         url, tab, sample = text.partition("\t")
         if tab and not sample.strip().isdecimal():

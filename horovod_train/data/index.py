@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -43,6 +43,7 @@ from horovod_train.data.remote import (
     is_remote,
     list_files,
     local_path,
+    tag_of,
 )
 from horovod_train.data.source import DataError, Opened, Rows, SampleFunction, Source
 from horovod_train.errors import HorovodTrainError, UserError, result_of
@@ -90,26 +91,64 @@ class Description:
         )
 
 
+PLAIN = (str, bytes, int, float, bool, type(None), tuple, list, dict, set, frozenset)
+
+
 def code_digest(function: Callable[..., object]) -> str:
-    """Return a digest of the code of a function, and of functions of its module that it names."""
-    found: dict[str, str] = {}
-    function = getattr(function, "wrapped", function)
-    module = vars(inspect.getmodule(function) or types)
+    """Return a digest of the code of a function, and of what it refers to in its module.
 
-    def add(each: Callable[..., object]) -> None:
-        code = getattr(each, "__code__", None)
-        name = getattr(each, "__qualname__", repr(each))
-        if code is None or name in found:
-            return
-        source, _ = result_of(lambda: inspect.getsource(each))
-        found[name] = source if source is not None else repr((code.co_code, code.co_consts))
-        for named in code.co_names:
-            value = module.get(named)
-            if isinstance(value, types.FunctionType) and value.__module__ == each.__module__:
-                add(value)
+    It contains defaults, variables of enclosing functions, constants, and functions and classes of the same
+    module, also those that they refer to in turn.
+    """
+    parts = sorted(set(_parts_of(getattr(function, "wrapped", function), set())))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    add(function)
-    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+def _parts_of(value: object, seen: set[int]) -> Iterator[str]:
+    if isinstance(value, PLAIN):
+        yield repr(value)
+    elif id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            yield from _parts_of_function(value, seen)
+        elif isinstance(value, partial):
+            for each in (value.func, value.args, value.keywords):
+                yield from _parts_of(each, seen)
+        else:
+            yield from _parts_of_object(value, seen)
+
+
+def _parts_of_object(value: object, seen: set[int]) -> Iterator[str]:
+    """Yield the code of a class, or of the class of an object and its attributes."""
+    if isinstance(value, types.MethodType):
+        yield from _parts_of(value.__func__, seen)
+        value = value.__self__
+    owner = value if isinstance(value, type) else type(value)
+    source, _ = result_of(lambda: inspect.getsource(owner))
+    yield f"{owner.__qualname__} {source}"
+    if owner is not value:
+        for name, each in sorted(getattr(value, "__dict__", {}).items()):
+            yield name
+            yield from _parts_of(each, seen)
+
+
+def _parts_of_function(value: types.FunctionType, seen: set[int]) -> Iterator[str]:
+    source, _ = result_of(lambda: inspect.getsource(value))
+    yield source if source is not None else repr((value.__code__.co_code, value.__code__.co_consts))
+    yield repr((value.__defaults__, value.__kwdefaults__))
+    for cell in value.__closure__ or ():
+        yield from _parts_of(cell.cell_contents, seen)
+    for name in sorted(_names_in(value.__code__) & value.__globals__.keys()):
+        named = value.__globals__[name]
+        if isinstance(named, PLAIN):
+            yield f"{name} = {named!r}"
+        elif getattr(named, "__module__", None) == value.__module__:
+            yield from _parts_of(named, seen)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = (_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*inner)
 
 
 @dataclass(frozen=True)
@@ -245,22 +284,32 @@ def local_file(
             raise changed(url)
         if not is_packed:
             return path, None
-    locked = cache.get(
-        cached_name(listed, source),
-        Path(url).name,
-        listed.size_bytes,
-        lambda to: _make_local(listed, source, to, digest),
-    )
+    name = cached_name(listed, source)
+
+    def get() -> LockedFile:
+        make = partial(_make_local, listed, source, digest=digest)
+        return cache.get(name, Path(url).name, listed.size_bytes, make)
+
+    locked = get()
+    if is_remote(url) and digest and digest_of(locked.path) != digest:  # of another version of the file
+        locked.close()
+        cache.remove(name)
+        locked = get()
+        if digest_of(locked.path) != digest:
+            locked.close()
+            raise changed(url)
     return locked.path, locked
 
 
 def cached_name(listed: Listed, source: Source) -> str:
     """Return the name of a file in the cache."""
-    version = (type(source).__name__, source.version) if source.is_packed(listed.url) else ()
+    version: tuple[object, ...] = ()
+    if source.is_packed(listed.url):
+        version = type(source).__name__, source.version, source.model_dump(mode="json")
     return name_of(listed.url, listed.size_bytes, listed.tag, version)
 
 
-def _make_local(listed: Listed, source: Source, to: Path, digest: int) -> None:
+def _make_local(listed: Listed, source: Source, to: Path, *, digest: int) -> None:
     """Copy a file if it is remote, and unpack it if necessary."""
     url = listed.url
     is_packed = source.is_packed(url)
@@ -303,6 +352,8 @@ class IndexMaker:
         report: Callable[[int, int, int], None] = lambda *_: None,
     ) -> None:
         self.source, self.cache = description.source, cache
+        if self.source.is_one_sample:  # a sample is the whole file
+            description = replace(description, excluded=dict.fromkeys(description.excluded, ()))
         self._description, self._cache, self._root = description, cache, root
         self._num_processes, self._report = num_processes, report
 
@@ -360,11 +411,14 @@ class IndexMaker:
 
     def _listed(self) -> list[Listed]:
         description = self._description
-        files = list_files(list_patterns(description))
+        files = [
+            _with_companions(each, description.source) for each in list_files(list_patterns(description))
+        ]
         excluded = {url for url, numbers in description.excluded.items() if not numbers}
-        if unknown := description.excluded.keys() - {each.url for each in files}:
+        unknown = description.excluded.keys() - {each.url for each in files}
+        if wrong := [url for url in unknown if not is_remote(url) and not local_path(url).exists()]:
             raise UserError(
-                f"data.exclude: {min(unknown)} is none of the files", hint="correct it, or remove the line"
+                f"data.exclude: {min(wrong)} does not exist", hint="correct the line, or remove it"
             )
         if broken := next((each.url for each in files if "\n" in each.url), None):
             raise UserError(f"data.files: the name {broken!r} has a line break", hint="rename the file")
@@ -372,7 +426,11 @@ class IndexMaker:
 
     def _make(self, folder: Path, listed: Sequence[Listed]) -> None:
         description = self._description
-        parts = folder.with_name(f"{folder.name}.parts")
+        name = "-".join(folder.name.split("-")[:2])  # without the time of `again`
+        parts = folder.with_name(f"{name}.parts")
+        for former in self._root.glob(f"{name.partition('-')[0]}-*"):
+            if former.suffix in {".parts", ".tmp"} and former != parts:
+                shutil.rmtree(former, ignore_errors=True)  # of a process that was killed
         private_folder(parts)
         if description.source.is_one_sample and not description.functions:
             of_files = [(1, 0)] * len(listed)
@@ -381,11 +439,12 @@ class IndexMaker:
         temporary = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        digest = _write_index(temporary, parts, description, listed, of_files)
+        described = dict(description.source.described([each.url for each in listed]))
+        digest = _write_index(temporary, parts, description, listed, of_files, described)
         summary = Summary(
             VERSION,
             type(description.source).__name__,
-            dict(description.source.described([each.url for each in listed])),
+            described,
             sum(samples for samples, _ in of_files),
             digest,
         )
@@ -416,6 +475,14 @@ class IndexMaker:
         return found
 
 
+def _with_companions(listed: Listed, source: Source) -> Listed:
+    """Return a file, whose tag also changes if one of its companions is written again."""
+    found = [] if is_remote(listed.url) else source.companions(local_path(listed.url))
+    if not found:
+        return listed
+    return replace(listed, tag=tag_of((listed.tag, [each.stat().st_mtime_ns for each in found])))
+
+
 def list_patterns(description: Description) -> list[str]:
     """Return the patterns of a description, with those of folders replaced by the files in them."""
     return [each for pattern in description.files for each in description.source.expand(pattern)]
@@ -435,6 +502,8 @@ def make_part(description: Description, cache: Cache, listed: Listed, part: Path
             rows = source.rows(path)
             numbers = np.arange(len(rows))
             if skipped := description.excluded.get(listed.url):
+                if max(skipped) >= len(rows):
+                    raise DataError(f"has no sample {max(skipped)}, which data.exclude names")
                 numbers = np.setdiff1d(numbers, np.asarray(skipped))
             columns: Columns = {name: [] for name in description.functions if name != "keep"}
             if description.functions:
@@ -566,6 +635,7 @@ def _write_index(
     description: Description,
     listed: Sequence[Listed],
     of_files: Sequence[tuple[int, int]],
+    described: Mapping[str, object],
 ) -> str:
     """Write the arrays and names of an index; return its digest."""
     names = [f"{each.url}\n".encode() for each in listed]
@@ -587,9 +657,15 @@ def _write_index(
     found.update(
         repr(sorted((name, code_digest(each)) for name, each in description.functions.items())).encode()
     )
-    found.update(repr([Path(each.url).name for each in listed]).encode())
+    num_parts = 2 if description.source.is_one_sample else 1  # the folder of an image is its class
+    found.update(repr([Path(each.url).parts[-num_parts:] for each in listed]).encode())
+    found.update(repr(sorted(described.items())).encode())
     for name in ("samples", "size_bytes", "digest"):
         found.update(np.ascontiguousarray(files[name]).tobytes())
+    for path in (folder / f"{name}.npy" for name in ("rows", "ends", "lengths")):
+        if path.is_file():
+            with path.open("rb") as opened:
+                found.update(hashlib.file_digest(opened, "sha256").digest())
     return found.hexdigest()[:32]
 
 

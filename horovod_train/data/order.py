@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from horovod_train.data.shard import Order, epoch_order
+from horovod_train.errors import UserError
 
 MAX_LANES = 64
 BLOCK_SIZE = 2**14
@@ -165,7 +166,7 @@ class DataOrder:
         shuffle: Whether samples are shuffled.
         kind: ``permutation``: an array of all samples; ``files``: an ``OrderOfFiles``, or what is made of it.
             A resumed job retains the kind of its checkpoint.
-        num_in_pass: Samples of the data, if an epoch has another number; 0: an epoch is a pass.
+        num_in_pass: Samples of the data, if passes end within epochs; 0: an epoch is a pass.
         row_size: Samples of the global batch when the job was started first; 0: not needed by this kind.
         digest: Digest of the files, and of how their samples are chosen; empty: the dataset has none.
     """
@@ -239,7 +240,7 @@ def settings_of(
         seed=seed,
         shuffle=shuffle,
         kind=kind,
-        num_in_pass=length if samples_per_epoch not in (None, length) else 0,
+        num_in_pass=length if samples_per_epoch not in (None, length) or hasattr(dataset, "parts") else 0,
         row_size=row_size if kind == "files" else 0,
         digest=dataset.digest() if hasattr(dataset, "digest") else "",
     )
@@ -247,7 +248,8 @@ def settings_of(
 
 def resumed(old: DataOrder, now: DataOrder) -> DataOrder:
     """Return the settings of a job that resumes: those that a checkpoint decides are as in it."""
-    if old.kind != now.kind and now.kind == "permutation":
+    is_replaced = old.kind == "permutation" and now.digest  # data of the task, by files
+    if is_replaced or (old.kind != now.kind and now.kind == "permutation"):
         return now
     return replace(now, kind=old.kind, row_size=old.row_size)
 
@@ -378,6 +380,11 @@ class Mixture:
         counts: Numbers = np.floor(exact).astype(np.int64)
         missing = self.block_size - int(counts.sum())
         counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
+        if not counts.all():
+            raise UserError(
+                "data.mixture: a part is too small to be used",
+                hint=f"its proportion must be at least 1 / {self.block_size} of all",
+            )
         return counts
 
     @cached_property

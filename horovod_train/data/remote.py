@@ -76,8 +76,8 @@ def expand_braces(text: str) -> list[str]:
 def _choices(text: str) -> list[str]:
     if match := _RANGE.match(text):
         first, last = match.groups()
-        if int(last) - int(first) >= MAX_FILES:
-            raise UserError(f"{{{text}}} stands for more than {MAX_FILES:,} files")
+        if not 0 <= int(last) - int(first) < MAX_FILES:
+            raise UserError(f"data.files: {{{text}}} stands for no files, or for more than {MAX_FILES:,}")
         width = len(first) if first.startswith("0") else 0
         return [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
     return text.split(",")
@@ -92,10 +92,7 @@ def list_files(patterns: Iterable[str]) -> list[Listed]:
     found: list[Listed] = []
     for pattern in patterns:
         names = expand_braces(pattern)
-        listed = list(_remote_files(names) if is_remote(pattern) else _local_files(names))
-        if not listed:
-            raise UserError(f"data.files: no file fits {pattern}", hint="correct the pattern")
-        found += listed
+        found += _remote_files(names) if is_remote(pattern) else _local_files(names)
     seen: set[str] = set()
     for each in found:
         if each.url in seen:
@@ -109,18 +106,28 @@ def list_files(patterns: Iterable[str]) -> list[Listed]:
 def _local_files(names: Iterable[str]) -> Iterator[Listed]:
     for name in names:
         path = local_path(name)
-        paths = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))] or [path]  # noqa: PTH207
+        paths = [path]
+        if glob.has_magic(str(path)) and not path.exists():
+            found = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
+            paths = [Path(each) for each in found if not Path(each).is_dir()]
+            if not paths:
+                raise nothing_fits(name)
         for each in paths:
             try:
                 status = each.stat()
-                yield Listed(str(each), status.st_size, tag_of(status.st_mtime_ns))
             except OSError as error:
-                if glob.has_magic(str(each)):
-                    return
                 raise UserError(
                     f"data.files: {each}: {error.strerror}",
                     hint="every host needs the file at this path; correct data.files",
                 ) from error
+            if each.is_dir():
+                raise UserError(f"data.files: {each}: is a folder", hint=f"name the files in it: {each}/*")
+            yield Listed(str(each), status.st_size, tag_of(status.st_mtime_ns))
+
+
+def nothing_fits(name: str) -> UserError:
+    """Return the error of a pattern without files."""
+    return UserError(f"data.files: no file fits {name}", hint="correct the pattern")
 
 
 def _remote_files(names: list[str]) -> Iterator[Listed]:
@@ -138,10 +145,12 @@ def _remote_files(names: list[str]) -> Iterator[Listed]:
     for name in names:
         if glob.has_magic(name):
             matches = retried(name, partial(filesystem.glob, name, detail=True))
-            for path in sorted(matches):
-                if matches[path]["type"] == "file":
-                    url = path if "://" in path else f"{scheme}://{path.lstrip('/')}"
-                    yield _listed(url, matches[path])
+            files = [path for path in sorted(matches) if matches[path]["type"] == "file"]
+            if not files:
+                raise nothing_fits(name)
+            for path in files:
+                url = path if "://" in path else f"{scheme}://{path.lstrip('/')}"
+                yield _listed(url, matches[path])
             continue
         folder, _, file = name.rpartition("/")
         if scheme.startswith("http"):  # folders of web servers cannot be listed
@@ -155,7 +164,10 @@ def _listed(url: str, entry: Entry) -> Listed:
     size_bytes = entry.get("size")
     if not isinstance(size_bytes, int):
         raise UserError(f"data.files: {url}: the server does not say how large it is", hint="copy the file")
-    names = ("ETag", "etag", "LastModified", "mtime", "updated", "last_modified", "created")
+    names = (
+        *("ETag", "etag", "LastModified", "mtime", "updated", "last_modified", "created"),
+        *("modificationTime", "modify", "blob_id"),
+    )
     return Listed(url, size_bytes, tag_of(next((entry[name] for name in names if entry.get(name)), "")))
 
 

@@ -14,6 +14,8 @@ import bz2
 import gzip
 import lzma
 import os
+import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +27,7 @@ import numpy.typing as npt
 
 from horovod_train.config.fields import Section
 from horovod_train.errors import UserError
+from horovod_train.registry import OF_A_FILE, load_function
 from horovod_train.system.machine import import_optional
 
 SampleFunction = Callable[[object], object]
@@ -78,6 +81,16 @@ class Source(Section):
             DataError: The file is damaged.
         """
 
+    def companions(self, file: Path) -> list[Path]:
+        """Return further local files that determine the samples of a file."""
+        return []
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Let other processes, which have not imported the file of this class, do so."""
+        module = type(self).__module__
+        where = getattr(sys.modules[module], "__file__", "") if module.startswith(OF_A_FILE) else module
+        return _source_at, (f"{where}:{type(self).__qualname__}", self.model_dump())
+
     def rows(self, file: Path) -> Rows:
         """Return the rows of the samples of a local file; there may be none.
 
@@ -97,6 +110,11 @@ class Source(Section):
     def described(self, files: Sequence[str]) -> Mapping[str, object]:
         """Return arguments that all files together determine, such as the names of classes."""
         return {}
+
+
+def _source_at(location: str, fields: Mapping[str, object]) -> Source:
+    found: type[Source] = load_function(location)  # type: ignore[assignment]
+    return found.model_validate(fields)
 
 
 @dataclass
@@ -203,7 +221,7 @@ def unpack(file: Path, to: Path) -> None:
     try:
         with to.open("wb") as written:
             written.writelines(COMPRESSED[file.suffix](file))
-    except (EOFError, ValueError, lzma.LZMAError, OSError) as error:
+    except (EOFError, ValueError, lzma.LZMAError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk, not the file
         raise DataError(f"cannot be unpacked: {error}") from error

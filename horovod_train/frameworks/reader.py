@@ -437,6 +437,8 @@ def stack_samples(samples: Sequence[Any]) -> Any:
     if isinstance(first, tuple | list):
         joined = [stack_samples(column) for column in zip(*samples, strict=True)]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    if isinstance(first, bytes):  # NumPy would remove zeros from their ends
+        return list(samples)
     return np.stack([np.asarray(sample) for sample in samples])
 
 

@@ -156,9 +156,11 @@ class TestEpochs:
 
     def test_a_resumed_job_retains_the_kind_and_the_rows_of_its_checkpoint(self):
         old = DataOrder(9, 0, shuffle=True)
-        now = DataOrder(9, 0, shuffle=True, kind="files", row_size=64, digest="d")
+        large = DataOrder(9, 0, shuffle=True, kind="files", row_size=64)
+        now = replace(large, digest="d")
 
-        assert resumed(old, now) == replace(old, digest="d")
+        assert resumed(old, large) == old, "data of the task, which had an array of all samples"
+        assert resumed(old, now) == now, "data of the task is replaced by files"
         assert resumed(now, replace(now, row_size=8)) == now
         assert resumed(now, old) == old, "the data cannot have this order any more: it is refused in an epoch"
 

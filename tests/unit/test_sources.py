@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+import tarfile
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +15,7 @@ from PIL import Image
 from support.files import SIZES, WRITERS, decode, megatron, numbers_of, webdataset, x_of
 
 from horovod_train.config.data import Data
-from horovod_train.data.dataset import file_dataset, training_files
+from horovod_train.data.dataset import file_dataset, open_files, training_files
 from horovod_train.data.source import DataError
 from horovod_train.errors import HorovodTrainError, UserError
 
@@ -103,6 +108,138 @@ def test_mds_is_not_unpickled(files_of):
         found[0]
 
 
+class TestArchives:
+    """What tarfile takes for the end of an archive, and members that are no samples."""
+
+    def test_a_damaged_header_is_not_the_end(self, tmp_path, files_of):
+        webdataset(tmp_path, (40,))
+        path = tmp_path / "train-000.tar"
+        content = bytearray(path.read_bytes())
+        at = content.index(b"a/000020")
+        content[at + 100] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"train-000\.tar: is (damaged at byte|not a tar archive)"):
+            files_of("webdataset", "train-000.tar")
+        content[at : at + 4096] = bytes(4096)
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"train-000\.tar: is (damaged at byte|not a tar archive)"):
+            files_of("webdataset", "train-000.tar")
+
+    def test_two_archives_in_a_file_are_not_one(self, tmp_path, files_of):
+        webdataset(tmp_path, (4, 4))
+        both = b"".join((tmp_path / f"train-00{at}.tar").read_bytes() for at in (0, 1))
+        (tmp_path / "both.tar").write_bytes(both)
+        with pytest.raises(DataError, match="or is several archives in one file"):
+            files_of("webdataset", "both.tar")
+
+    def made(self, path, names, links=()):
+        with tarfile.open(path, "w") as archive:
+            for name in names:
+                member = tarfile.TarInfo(name)
+                member.size = 3
+                archive.addfile(member, BytesIO(b"abc"))
+            for name, target in links:
+                member = tarfile.TarInfo(name)
+                member.type, member.linkname = tarfile.LNKTYPE, target
+                archive.addfile(member)
+
+    def test_files_of_macos_do_not_split_a_sample(self, tmp_path, files_of):
+        self.made(tmp_path / "a.tar", ["._0.jpg", "0.jpg", "._0.cls", "0.cls", "README", "1.jpg", "1.cls"])
+        found = files_of("webdataset", "a.tar", decode="builtins:sorted")
+
+        assert found.__getitems__([0, 1]) == [["__key__", "cls", "jpg"]] * 2
+
+    def test_two_samples_of_one_name_are_not_merged(self, tmp_path, files_of):
+        self.made(tmp_path / "a.tar", ["0.jpg", "0.cls", "0.jpg", "0.cls"])
+        with pytest.raises(DataError, match=r"a\.tar: has 0\.jpg twice in a sample"):
+            files_of("webdataset", "a.tar")
+
+    def test_links_are_refused(self, tmp_path, files_of):
+        self.made(tmp_path / "a.tar", ["0.jpg"], [("1.jpg", "0.jpg")])
+        with pytest.raises(DataError, match=r"has a link, 1\.jpg"):
+            files_of("webdataset", "a.tar")
+
+
+def test_a_stream_that_is_cut_between_batches_is_not_complete(tmp_path, files_of):
+    import pyarrow as pa
+
+    table = pa.table({"x": list(range(60))})
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=10)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(DataError, match=r"a\.arrow: is not an Arrow file, or is a stream that is cut off"):
+        files_of("arrow", "a.arrow")
+
+
+def test_columns_of_a_table_are_those_of_the_job(tmp_path, files_of):
+    import pyarrow as pa
+    from pyarrow.parquet import write_table
+
+    write_table(pa.table({"a": [1], "b": pa.array(["x"]).dictionary_encode()}), tmp_path / "t.parquet")
+    found = [files_of("parquet", "t.parquet", source_args={"columns": c})[0] for c in (["a"], [], ["b"])]
+
+    assert found == [{"a": 1}, {"a": 1, "b": "x"}, {"b": "x"}]
+
+
+def test_columns_of_mds_have_their_names(files_of):
+    found = files_of("mds", str(MDS / "plain" / "*.mds"), decode="builtins:dict")
+
+    assert found[3]["text"] == "sample 3 é".encode()
+
+
+def test_a_checksum_of_a_record_is_compared(tmp_path, files_of):
+    source, pattern = WRITERS["tfrecord"](tmp_path)
+    path = tmp_path / "train-000.tfrecord"
+    content = bytearray(path.read_bytes())
+    content[20] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"train-000\.tfrecord: has a record whose checksum is wrong"):
+        files_of(source, pattern)[0]
+
+
+def test_an_image_can_be_left_out(images, tmp_path, files_of):
+    (tmp_path / "broken.txt").write_text(f"{images}/cats/10.png\t0\n")
+
+    assert len(files_of("images", "train/*/*.png", exclude=str(tmp_path / "broken.txt"))) == 3
+
+
+def test_a_source_of_a_file_is_known_to_another_process(tmp_path):
+    """It has another module there, or none."""
+    (tmp_path / "own_format.py").write_text(FRAMES)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.frames").write_bytes(bytes(range(8)))
+    code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read())[3])"
+    found = open_files(
+        f"{tmp_path}/own_format.py:Frames",
+        f"{tmp_path}/*.frames",
+        index_dir=str(tmp_path / "index"),
+        size_bytes=4,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(found), capture_output=True, check=True
+    )
+
+    assert done.stdout.decode().strip() == "[4 5 6 7]"
+    found.close()
+
+
+FRAMES = """
+import numpy as np
+from horovod_train.data.source import ByteRanges
+
+class Frames(ByteRanges):
+    size_bytes: int
+
+    def rows(self, file):
+        starts = np.arange(0, file.stat().st_size, self.size_bytes)
+        return np.stack([starts, np.full_like(starts, self.size_bytes)], axis=1)
+
+    def parse(self, data):
+        return np.frombuffer(data, np.uint8)
+"""
+
+
 @pytest.fixture
 def images(tmp_path):
     for name, color in (("cats", 10), ("cats", 20), ("dogs", 30), ("birds", 40)):
@@ -165,6 +302,12 @@ class TestTokens:
         with pytest.raises(DataError, match=r"a\.bin: has no a\.idx beside it.*\n.*source_args\.dtype"):
             files_of("tokens", ["a.bin", "a.bin"][:1], source_args={"length": 3})
 
+    def test_a_file_that_does_not_fit_its_index_is_refused(self, tmp_path, files_of):
+        megatron(tmp_path / "a", [[1, 2, 3], [4, 5]])
+        (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:4])
+        with pytest.raises(DataError, match=r"a\.bin: has 4 bytes, and by a\.idx 10 are expected"):
+            files_of("tokens", "a.bin", source_args={"length": 2})
+
     def test_documents_are_packed_whole(self, tmp_path, files_of):
         megatron(tmp_path / "a", [[1, 1], [2, 2], [3], [4, 4, 4, 4, 4, 4, 4], [5]])
         found = files_of("tokens", "a.bin", source_args={"length": 5, "pack": "documents", "pad": 9})
@@ -174,6 +317,33 @@ class TestTokens:
             [4, 4, 4, 4, 4],
             [4, 4, 5, 9, 9],
         ]
+
+
+CONSTANT = """
+import json
+MIN = LIMIT
+
+def keep(sample):
+    return json.loads(sample["json"])["id"] >= MIN
+"""
+HELPER = """
+import json
+
+def is_large(sample):
+    return any(json.loads(each)["id"] >= LIMIT for each in [sample["json"]])
+
+def keep(sample):
+    return [is_large(each) for each in [sample]][0]
+"""
+PARTIAL = """
+import functools
+import json
+
+def above(limit, sample):
+    return json.loads(sample["json"])["id"] >= limit
+
+keep = functools.partial(above, LIMIT)
+"""
 
 
 class TestFunctions:
@@ -206,6 +376,33 @@ class TestFunctions:
 
         assert len(digests) == 2
 
+    @pytest.mark.parametrize("text", [CONSTANT, HELPER, PARTIAL])
+    def test_what_a_function_refers_to_is_a_part_of_it(self, tmp_path, files_of, text):
+        source, files = webdataset(tmp_path)
+        digests = set()
+        for at, limit in enumerate((5, 15, 5)):
+            (tmp_path / f"limit{at}.py").write_text(text.replace("LIMIT", str(limit)))
+            digests.add(files_of(source, files, keep=f"{tmp_path}/limit{at}.py:keep").digest())
+
+        assert len(digests) == 2
+
+    def test_other_samples_that_are_left_out_make_another_digest(self, tmp_path, files_of):
+        source, files = webdataset(tmp_path)
+        digests = set()
+        for number in (1, 3):
+            (tmp_path / f"{number}.txt").write_text(f"{tmp_path}/train-000.tar\t{number}\n")
+            digests.add(files_of(source, files, exclude=str(tmp_path / f"{number}.txt")).digest())
+
+        assert len(digests) == 2
+
+    def test_an_error_of_decode_names_the_sample_and_the_line(self, tmp_path, files_of):
+        (tmp_path / "decodes.py").write_text("def decode(sample):\n    return sample['nothing']\n")
+        found = files_of(*webdataset(tmp_path), decode=f"{tmp_path}/decodes.py:decode")
+        with pytest.raises(
+            DataError, match=r"train-002\.tar: sample 1: KeyError: 'nothing' \(line 2 of .*decodes"
+        ):
+            found[6]
+
     def test_lines_of_a_file_are_left_out(self, tmp_path, files_of):
         source, files = webdataset(tmp_path)
         listed = tmp_path / "broken.txt"
@@ -220,7 +417,7 @@ class TestFunctions:
             *range(12, 19),
         ]
         listed.write_text(f"{tmp_path}/no.tar\n")
-        with pytest.raises(UserError, match=r"no\.tar is none of the files"):
+        with pytest.raises(UserError, match=r"no\.tar does not exist"):
             files_of(source, files, exclude=str(listed))
 
 
@@ -274,9 +471,12 @@ class TestChanges:
         assert len(files_of("webdataset", "train-*.tar")) == len(found) + SIZES[0]
 
 
-def test_a_pattern_without_files_is_an_error(files_of):
+def test_a_pattern_without_files_is_an_error(tmp_path, files_of):
     with pytest.raises(UserError, match=r"no file fits .*nothing-\*\.tar"):
         files_of("webdataset", "nothing-*.tar")
+    (tmp_path / "one-1.jsonl").write_text("1\n")
+    with pytest.raises(UserError, match=r"no file fits .*/two-\*\.jsonl"):
+        files_of("jsonl", "{one,two}-*.jsonl")
     with pytest.raises(UserError, match=r"nothing-1\.tar: No such file"):
         files_of("webdataset", "nothing-{1..3}.tar")
 
@@ -297,8 +497,6 @@ def test_files_are_read_in_the_order_of_their_names_on_every_host(tmp_path, file
 
 
 def test_a_dataset_that_is_sent_to_a_loader_opens_files_there(tmp_path, files_of):
-    import pickle
-
     found = files_of(*webdataset(tmp_path))
     found[0]
     sent = pickle.dumps(found)

@@ -11,7 +11,7 @@ import numpy as np
 
 from horovod_train.data.source import DataError, Opened, Rows, Source
 from horovod_train.errors import UserError
-from horovod_train.plugins.formats.images import image_array
+from horovod_train.plugins.formats.images import image_array, is_image
 from horovod_train.system.machine import import_optional
 
 
@@ -53,6 +53,10 @@ def _value(scalar: Any) -> Any:
     return scalar.as_py()
 
 
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+"""A stream that is cut between two batches is read without an error."""
+
+
 def open_table(file: Path) -> Any:
     """Return the table of an Arrow file or stream, mapped into memory.
 
@@ -65,6 +69,9 @@ def open_table(file: Path) -> Any:
         mapped = arrow.memory_map(str(file))
         with file.open("rb") as opened:
             is_file = opened.read(6) == b"ARROW1"
+            opened.seek(max(0, file.stat().st_size - len(END_OF_STREAM)))
+            if not is_file and opened.read() != END_OF_STREAM:
+                raise DataError("is not an Arrow file, or is a stream that is cut off")
         return ipc.open_file(mapped).read_all() if is_file else ipc.open_stream(mapped).read_all()
     except (arrow.ArrowInvalid, OSError) as error:
         if isinstance(error, FileNotFoundError):
@@ -90,6 +97,11 @@ class Arrow(Source):
         return _Table(file, rows, self.columns)
 
 
+def _without_dictionary(field: Any) -> Any:
+    is_dictionary = pyarrow("pyarrow.types").is_dictionary(field.type)
+    return field.with_type(field.type.value_type) if is_dictionary else field
+
+
 class Parquet(Arrow):
     """Parquet files, which are unpacked to Arrow files. A stored sample has the value of each column."""
 
@@ -107,9 +119,11 @@ class Parquet(Arrow):
                 schema = opened.schema_arrow
                 if self.columns:
                     schema = arrow.schema([schema.field(name) for name in self.columns])
+                # Dictionaries may differ between row groups, and cannot in an Arrow file.
+                schema = arrow.schema([_without_dictionary(field) for field in schema])
                 with arrow.OSFile(str(to), "wb") as sink, ipc.new_file(sink, schema) as writer:
                     for batch in opened.iter_batches(columns=self.columns or None):
-                        writer.write_batch(batch)
+                        writer.write_table(arrow.Table.from_batches([batch]).cast(schema))
         except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError) as error:
             raise DataError(f"is not a Parquet file, or is damaged: {error}") from error
         except OSError as error:
@@ -140,7 +154,7 @@ class SavedDataset(Arrow):
         """Convert images to arrays."""
         return {
             name: image_array(value["bytes"])
-            if isinstance(value, dict) and value.keys() == {"bytes", "path"} and value["bytes"]
+            if isinstance(value, dict) and value.keys() == {"bytes", "path"} and is_image(value["bytes"])
             else value
             for name, value in sample.items()
         }

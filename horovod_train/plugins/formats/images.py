@@ -25,9 +25,21 @@ def image_array(data: bytes) -> Any:
     pillow = import_optional("PIL.Image", needed_by="images", hint="pip install pillow")
     try:
         with pillow.open(BytesIO(data)) as image:
+            if image.mode.startswith(("I", "F")):
+                raise DataError(
+                    f"has pixels of mode {image.mode}, which RGB cannot represent: set data.decode"
+                )
             return np.array(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"is not an image that Pillow can read: {error}") from error
+
+
+def is_image(data: bytes | None) -> bool:
+    """Return whether bytes begin as those of an image."""
+    return data is not None and data.startswith(SIGNATURES)
+
+
+SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
 
 
 class _Image:

@@ -98,11 +98,11 @@ class Mds(Source):
     def open(self, file: Path, rows: Rows, url: str) -> Opened:
         """Open a local file."""
         columns = columns_of(file)
-        return OpenedRanges(lambda data: dict(_split(columns, data)), rows, file)
+        return OpenedRanges(lambda data: Stored(columns, data), rows, file)
 
-    def decode(self, sample: Mapping[Column, bytes]) -> dict[str, Any]:
+    def decode(self, sample: Stored) -> dict[str, Any]:
         """Return the value of each column."""
-        return {column.name: column.decoded(data) for column, data in sample.items()}
+        return {column.name: column.decoded(sample[column.name]) for column in sample.columns}
 
 
 def columns_of(file: Path) -> Sequence[Column]:
@@ -120,14 +120,19 @@ def columns_of(file: Path) -> Sequence[Column]:
     return [Column(*each) for each in zip(names, encodings, sizes, strict=True)]
 
 
-def _split(columns: Sequence[Column], data: bytes) -> Sequence[tuple[Column, bytes]]:
-    """Split a sample: first the sizes of the columns whose bytes vary, then the data of all columns."""
-    varying = [column for column in columns if column.size_bytes is None]
-    sizes = iter(np.frombuffer(data, np.uint32, len(varying)).tolist())
-    at = 4 * len(varying)
-    found = []
-    for column in columns:
-        size = column.size_bytes if column.size_bytes is not None else next(sizes)
-        found.append((column, data[at : at + size]))
-        at += size
-    return found
+class Stored(dict[str, bytes]):
+    """The bytes of each column of a sample.
+
+    Data begins with the sizes of the columns whose bytes vary; the data of all columns follows.
+    """
+
+    def __init__(self, columns: Sequence[Column], data: bytes) -> None:
+        super().__init__()
+        self.columns = columns
+        varying = [column for column in columns if column.size_bytes is None]
+        sizes = iter(np.frombuffer(data, np.uint32, len(varying)).tolist())
+        at = 4 * len(varying)
+        for column in columns:
+            size = column.size_bytes if column.size_bytes is not None else next(sizes)
+            self[column.name] = data[at : at + size]
+            at += size

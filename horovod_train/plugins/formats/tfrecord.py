@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from horovod_train.data.source import ByteRanges, DataError, Rows
+from horovod_train.errors import result_of
 
 HEAD = struct.Struct("<QI")
 """Length of a record, and its checksum."""
@@ -42,17 +44,20 @@ class TfRecord(ByteRanges):
                 stop = start + HEAD.size + length + TAIL_BYTES
                 if stop > size_bytes:
                     raise DataError("is cut off within a record")
-                found.append((start + HEAD.size, length))
+                found.append((start + HEAD.size, length + TAIL_BYTES))
                 start = stop
         return np.array(found, np.int64).reshape(-1, 2)
 
     def parse(self, data: bytes) -> object:
-        """Return the content of a record."""
+        """Return the content of a record, whose checksum is compared if google-crc32c is installed."""
+        data, tail = data[:-TAIL_BYTES], data[-TAIL_BYTES:]
+        if _CRC32C is not None and masked(_CRC32C(data)) != int.from_bytes(tail, "little"):
+            raise DataError("has a record whose checksum is wrong")
         if self.records == "bytes":
             return data
         try:
             return dict(features(data))
-        except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError, AttributeError, struct.error) as error:
             raise DataError(f"has a record that is not a tf.train.Example: {error}") from error
 
 
@@ -73,8 +78,17 @@ def masked_crc32c(data: bytes) -> int:
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
+    return masked(crc ^ 0xFFFFFFFF)
+
+
+def masked(crc: int) -> int:
+    """Return a checksum as TFRecord files store it."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+_CRC32C: Callable[[bytes], int] | None = getattr(
+    result_of(lambda: importlib.import_module("google_crc32c"))[0], "value", None
+)
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -114,7 +128,7 @@ def features(data: bytes) -> Iterator[tuple[str, Any]]:
     """Yield name and values of the features of a ``tf.train.Example`` (``example.proto``)."""
     for number, message in _fields(data):
         if number != 1:
-            continue
+            raise ValueError("it has other fields, as a SequenceExample: set records: bytes, and data.decode")
         for _, entry in _fields(message):
             parts = dict(_fields(entry))
             for kind, content in _fields(parts.get(2, b"")):

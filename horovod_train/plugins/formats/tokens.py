@@ -69,9 +69,19 @@ class Tokens(Source):
         if tokens.ndim != 1:
             raise DataError(f"has shape {tokens.shape}, and one dimension is required")
         if self.pack == "documents":
+            limits = np.iinfo(tokens.dtype)
+            if not limits.min <= self.pad <= limits.max:
+                raise DataError(
+                    f"has numbers of type {tokens.dtype}, to which pad = {self.pad} does not belong"
+                )
             return self._packed(file)
         starts = np.arange(len(tokens) // self.length, dtype=np.int64) * self.length
         return np.stack([starts, np.full_like(starts, self.length)], axis=1)
+
+    def companions(self, file: Path) -> list[Path]:
+        """Return the index of Megatron-LM."""
+        index = file.with_suffix(".idx")
+        return [index] if file.suffix == ".bin" and index.is_file() else []
 
     def open(self, file: Path, rows: Rows, url: str) -> Opened:
         """Open a local file."""
@@ -81,11 +91,17 @@ class Tokens(Source):
         if file.suffix == ".npy":
             return mapped_array(file)
         index = file.with_suffix(".idx")
-        name = _read_index(index)[0] if index.is_file() else self.dtype
-        if name is None:
-            raise DataError(f"has no {index.name} beside it", hint="set data.source_args.dtype")
-        dtype = np.dtype(name)
         size_bytes = file.stat().st_size
+        if index.is_file():
+            name, lengths = _read_index(index)
+            expected = int(lengths.sum()) * np.dtype(name).itemsize
+            if expected != size_bytes:
+                raise DataError(f"has {size_bytes} bytes, and by {index.name} {expected} are expected")
+        elif self.dtype is None:
+            raise DataError(f"has no {index.name} beside it", hint="set data.source_args.dtype")
+        else:
+            name = self.dtype
+        dtype = np.dtype(name)
         if size_bytes % dtype.itemsize:
             raise DataError(f"has {size_bytes} bytes, which are no whole numbers of type {dtype}")
         return np.memmap(file, dtype, "r") if size_bytes else np.zeros(0, dtype)
@@ -123,14 +139,19 @@ def mapped_array(file: Path) -> npt.NDArray[Any]:
     return found
 
 
-def _read_index(file: Path) -> tuple[str, npt.NDArray[np.int32]]:
+def _read_index(file: Path) -> tuple[str, npt.NDArray[np.int64]]:
     """Return data type and lengths of the documents in an index file of Megatron-LM."""
     data = file.read_bytes()
     try:
-        version, code, num_sequences, _ = struct.unpack_from("<QBQQ", data, len(MAGIC))
-        lengths = np.frombuffer(data, np.int32, num_sequences, len(MAGIC) + 25)
-    except (struct.error, ValueError) as error:
-        raise DataError(f"{file.name} is cut off") from error
+        version, code, num_sequences, num_documents = struct.unpack_from("<QBQQ", data, len(MAGIC))
+        start = len(MAGIC) + 25
+        of_sequences = np.frombuffer(data, np.int32, num_sequences, start).astype(np.int64)
+        # A document has one or more sequences; the last entry is the end of the last one.
+        firsts = np.frombuffer(data, np.int64, num_documents, start + 12 * num_sequences)
+        ends = np.concatenate([[0], np.cumsum(of_sequences)])
+        lengths = np.diff(ends[firsts])
+    except (struct.error, ValueError, IndexError) as error:
+        raise DataError(f"{file.name} is cut off, or is not an index of Megatron-LM") from error
     if not data.startswith(MAGIC) or version != 1 or code not in MEGATRON_TYPES:
         raise DataError(f"{file.name} is not an index of Megatron-LM, version 1")
     return MEGATRON_TYPES[code], lengths

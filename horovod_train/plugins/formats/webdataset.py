@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from collections.abc import Iterator
 from io import BytesIO
@@ -23,18 +24,22 @@ class WebDataset(ByteRanges):
     def rows(self, file: Path) -> Rows:
         """Return the range of the members of each sample."""
         found: list[tuple[int, int]] = []
-        last = None
+        last, extensions = None, set()
         with file.open("rb") as opened:
             for start, stop, member in _members(opened, file.stat().st_size):
                 if not _is_data(member):
-                    last = None
                     continue
-                key, _ = split_name(member.name)
-                if key == last:
-                    found[-1] = (found[-1][0], stop - found[-1][0])
-                else:
+                key, extension = split_name(member.name)
+                if key != last:
                     found.append((start, stop - start))
-                last = key
+                    last, extensions = key, {extension}
+                    continue
+                if extension in extensions:
+                    raise DataError(
+                        f"has {member.name} twice in a sample: are there two samples of this name?"
+                    )
+                extensions.add(extension)
+                found[-1] = (found[-1][0], stop - found[-1][0])
         return np.array(found, np.int64).reshape(-1, 2)
 
     def parse(self, data: bytes) -> dict[str, Any]:
@@ -66,8 +71,20 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _is_data(member: tarfile.TarInfo) -> bool:
+    """Return whether a member is a part of a sample.
+
+    Raises:
+        DataError: It is a link, whose content is elsewhere.
+    """
     name = member.name.rpartition("/")[2]
-    return member.isreg() and "." in name and not name.startswith((".", "__"))
+    if "." not in name or name.startswith(".") or _META.search(member.name):
+        return False
+    if member.islnk() or member.issym():
+        raise DataError(f"has a link, {member.name}: write the archive with `tar --hard-dereference -h`")
+    return member.isreg()
+
+
+_META = re.compile(r"__[^/]*__($|/)")
 
 
 def _members(opened: BinaryIO, size_bytes: int) -> Iterator[tuple[int, int, tarfile.TarInfo]]:
@@ -76,16 +93,20 @@ def _members(opened: BinaryIO, size_bytes: int) -> Iterator[tuple[int, int, tarf
     try:
         with tarfile.open(fileobj=opened, mode="r:") as archive:
             while (member := archive.next()) is not None:
-                stop = member.offset_data + -(-member.size // BLOCK) * BLOCK
+                stop = archive.offset
                 if stop > size_bytes:
                     raise DataError(f"is cut off within {member.name}")
                 yield start, stop, member
                 start = stop
                 archive.members = []  # type: ignore[attr-defined]  # they are not needed any more
-            if start + BLOCK > size_bytes:
-                raise DataError("is cut off: a tar archive ends with two blocks of zeros")
     except tarfile.TarError as error:
         raise DataError(f"is not a tar archive: {error}") from error
+    if start + BLOCK > size_bytes:
+        raise DataError("is cut off: a tar archive ends with two blocks of zeros")
+    opened.seek(start)
+    while chunk := opened.read(2**20):
+        if chunk.strip(b"\0"):  # tarfile takes a damaged header for the end
+            raise DataError(f"is damaged at byte {start}, or is several archives in one file")
 
 
 def _decoded(name: str, value: Any) -> Any:
