@@ -27,8 +27,11 @@ STRATEGIES = {
 }
 TRAIN = {"batch_size_per_rank": 2}
 # glibc keeps freed memory, 1.4 to 1.6 GiB in all under `zero` here, as threads happen to run. With this it
-# returns it to the system: 1.3 GiB in each run.
+# returns it to the system.
 RETURNS_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+LIMIT_KIB = 1_950_000
+"""Ranks need 1.3 GiB under `zero`, and 2.1 GiB under `allreduce`. If communication is slow, all
+buckets wait for it at once, which are as large as the gradients: 0.4 GiB."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ def trained(folder, strategy, limit_kib):
     ["zero", *(pytest.param(name, marks=CAMPAIGN) for name in ("fsdp", "pipeline", "tensor_parallel"))],
 )
 def test_a_model_that_does_not_fit_a_rank_trains_when_one_field_is_changed(tmp_path, strategy):
-    done = trained(tmp_path, {"name": strategy}, 1_700_000)
+    done = trained(tmp_path, {"name": strategy}, LIMIT_KIB)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 steps" in done.stdout
@@ -71,12 +74,12 @@ def test_a_model_that_does_not_fit_a_rank_trains_when_one_field_is_changed(tmp_p
 
 @CAMPAIGN
 def test_a_model_that_does_not_fit_says_what_would(tmp_path):
-    done = trained(tmp_path, {"name": "allreduce"}, 1_700_000)
+    done = trained(tmp_path, {"name": "allreduce"}, LIMIT_KIB)
 
     assert done.returncode == 2
     said = done.stdout + done.stderr
     assert "is out of memory: its process took" in said
-    assert "its limit (ulimit -d, -v) is 1.6 GiB" in said
+    assert "its limit (ulimit -d, -v) is 1.9 GiB" in said
     assert "strategy: zero shares the optimizer's state among ranks" in said
 
 
