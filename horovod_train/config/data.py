@@ -64,7 +64,7 @@ class Sampling(Section):
 
 
 class Cache(Section):
-    """Folder of each host for the index of files, for remote files, and for files that must be unpacked."""
+    """Folder of each host for copies of remote files, and for files that must be unpacked."""
 
     dir: Text | None = None
     """The folder; null: ``horovod_train-<user id>`` in $SLURM_TMPDIR, or else in $TMPDIR, or else in /tmp."""

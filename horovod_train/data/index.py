@@ -106,7 +106,7 @@ def code_digest(function: Callable[..., object]) -> str:
 
 def _parts_of(value: object, seen: set[int]) -> Iterator[str]:
     if isinstance(value, PLAIN):
-        yield repr(value)
+        yield text_of(value)
     elif id(value) not in seen:
         seen.add(id(value))
         if isinstance(value, types.FunctionType):
@@ -116,6 +116,17 @@ def _parts_of(value: object, seen: set[int]) -> Iterator[str]:
                 yield from _parts_of(each, seen)
         else:
             yield from _parts_of_object(value, seen)
+
+
+def text_of(value: object) -> str:
+    """Return a text of a value that is the same in each process: sets have another order in each."""
+    if isinstance(value, dict):
+        return str([(text_of(key), text_of(each)) for key, each in value.items()])
+    if isinstance(value, tuple | list):
+        return str([text_of(each) for each in value])
+    if isinstance(value, set | frozenset):
+        return str(sorted(text_of(each) for each in value))
+    return repr(value) if isinstance(value, PLAIN) else type(value).__qualname__
 
 
 def _parts_of_object(value: object, seen: set[int]) -> Iterator[str]:
@@ -135,13 +146,13 @@ def _parts_of_object(value: object, seen: set[int]) -> Iterator[str]:
 def _parts_of_function(value: types.FunctionType, seen: set[int]) -> Iterator[str]:
     source, _ = result_of(lambda: inspect.getsource(value))
     yield source if source is not None else repr((value.__code__.co_code, value.__code__.co_consts))
-    yield repr((value.__defaults__, value.__kwdefaults__))
+    yield text_of((value.__defaults__, value.__kwdefaults__))
     for cell in value.__closure__ or ():
         yield from _parts_of(cell.cell_contents, seen)
     for name in sorted(_names_in(value.__code__) & value.__globals__.keys()):
         named = value.__globals__[name]
         if isinstance(named, PLAIN):
-            yield f"{name} = {named!r}"
+            yield f"{name} = {text_of(named)}"
         elif getattr(named, "__module__", None) == value.__module__:
             yield from _parts_of(named, seen)
 
@@ -370,12 +381,12 @@ class IndexMaker:
         private_folder(self._root)
         key = self._description.key()
         current = self._root / f"{key}.current"
+        self.cache.remove_leftovers()
         with lock(self._root / f"{key}.lock", self._report_wait):
             found, _ = result_of(lambda: (current.read_text(), current.stat().st_mtime))
             is_new = found is not None and not again and time() - found[1] < LISTED_AGAIN_S
             if found is not None and is_new and (self._root / found[0] / "index.json").is_file():
                 return Index(self._root / found[0])
-            self.cache.remove_leftovers()
             listed = self._listed()
             digest = name_of([(each.url, each.size_bytes, each.tag) for each in listed])[:16]
             folder = self._root / f"{key}-{digest}"

@@ -400,7 +400,8 @@ def check_same_files(world: Communicator, what: str, dataset: object) -> None:
         )
     elif lines:
         message += ": the files are the same, and functions that choose their samples are not"
-    raise UserError(message, hint="copy the same files to all hosts" if lines else HINT)
+    is_of_files = other > 0 and bool(lines)
+    raise UserError(message, hint="copy the same files to all hosts" if is_of_files else HINT)
 
 
 def _compare(what: str, numbers: Sequence[int], everyone: Sequence[Any], *, is_first: bool) -> None:

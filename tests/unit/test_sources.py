@@ -16,6 +16,7 @@ from support.files import SIZES, WRITERS, decode, megatron, numbers_of, webdatas
 
 from horovod_train.config.data import Data
 from horovod_train.data.dataset import file_dataset, open_files, training_files
+from horovod_train.data.index import text_of
 from horovod_train.data.source import DataError
 from horovod_train.errors import HorovodTrainError, UserError
 
@@ -385,6 +386,11 @@ class TestFunctions:
             digests.add(files_of(source, files, keep=f"{tmp_path}/limit{at}.py:keep").digest())
 
         assert len(digests) == 2
+
+    def test_constants_are_the_same_in_each_process(self):
+        """The order of texts in a set is another one in each."""
+        assert text_of({"b", "a", frozenset({1})}) == text_of({"a", frozenset({1}), "b"})
+        assert text_of({"k": [{"y", "x"}]}) == str([("'k'", str([str(["'x'", "'y'"])]))])
 
     def test_other_samples_that_are_left_out_make_another_digest(self, tmp_path, files_of):
         source, files = webdataset(tmp_path)
