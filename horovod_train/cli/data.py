@@ -17,6 +17,7 @@ from horovod_train.errors import UserError
 if TYPE_CHECKING:
     from horovod_train.config.data import Files
     from horovod_train.config.schema import Job
+    from horovod_train.data.index import IndexMaker
 
 processes_option = click.option(
     "--processes", type=click.IntRange(min=1), help="Processes that read files; default: one for each core."
@@ -67,10 +68,21 @@ def _progress(label: str) -> Iterator[Callable[[int, int, int], None]]:
         yield report
 
 
-def _cores(processes: int | None) -> int:
+@contextmanager
+def _maker(job: Job, path: str, files: Files, processes: int | None) -> Iterator[IndexMaker]:
+    """Return the maker of the index of a section, whose progress is shown."""
+    from horovod_train.data.dataset import index_maker
     from horovod_train.system.machine import usable_cores
 
-    return processes or usable_cores()
+    with _progress(path) as report:
+        yield index_maker(
+            files,
+            job.data,
+            job.run_dir,
+            is_sampled=path != "data.eval",
+            num_processes=processes or usable_cores(),
+            report=report,
+        )
 
 
 @data_command.command()
@@ -83,19 +95,9 @@ def index(job: str, overrides: Sequence[str], processes: int | None, *, again: b
 
     If the command is interrupted, the next one continues.
     """
-    from horovod_train.data.dataset import index_maker
-
     loaded = load_job(job_file(job), overrides)
     for path, files in _sections(loaded):
-        with _progress(path) as report:
-            maker = index_maker(
-                files,
-                loaded.data,
-                loaded.run_dir,
-                is_sampled=path != "data.eval",
-                num_processes=_cores(processes),
-                report=report,
-            )
+        with _maker(loaded, path, files, processes) as maker:
             found = maker.index(again=again)
         click.echo(
             f"{path}: {found.summary.num_samples:,} samples in {len(found.sizes):,} files: {found.folder}"
@@ -121,16 +123,16 @@ def inspect(job: str, overrides: Sequence[str]) -> None:
         )
         click.echo(f"  digest   {found.digest()}")
         click.echo(f"  index    {found.index.folder}")
-        click.echo(f"  sample 0 {described(found[0])}")
+        click.echo(f"  sample 0 {structure_of(found[0])}")
         found.close()
 
 
-def described(sample: object) -> str:
+def structure_of(sample: object) -> str:
     """Return the structure of a sample: types and shapes."""
     if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{name}: {described(value)}" for name, value in sample.items()) + "}"
+        return "{" + ", ".join(f"{name}: {structure_of(value)}" for name, value in sample.items()) + "}"
     if isinstance(sample, tuple | list):
-        return "(" + ", ".join(described(value) for value in sample[:8]) + ")"
+        return "(" + ", ".join(structure_of(value) for value in sample[:8]) + ")"
     if hasattr(sample, "shape") and hasattr(sample, "dtype"):
         return f"{sample.dtype}{list(sample.shape)}"
     if isinstance(sample, str | bytes):
@@ -149,20 +151,13 @@ def described(sample: object) -> str:
 )
 def verify(job: str, overrides: Sequence[str], processes: int | None, output: Path | None) -> None:
     """Read and decode all samples of JOB, and print those that cannot be used. Exit with 1 if any."""
-    from horovod_train.data.dataset import problems_of_files
+    from horovod_train.data.dataset import function_of
 
     loaded = load_job(job_file(job), overrides)
     lines = []
     for path, files in _sections(loaded):
-        with _progress(path) as report:
-            found = problems_of_files(
-                files,
-                loaded.data,
-                loaded.run_dir,
-                is_sampled=path != "data.eval",
-                num_processes=_cores(processes),
-                report=report,
-            )
+        with _maker(loaded, path, files, processes) as maker:
+            found = maker.problems(function_of(files.decode))
         for url, number, text in found:
             click.echo(f"{url}{'' if number is None else f', sample {number}'}: {text}")
             lines.append(url if number is None else f"{url}\t{number}")

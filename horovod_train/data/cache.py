@@ -266,8 +266,8 @@ def _remove(place: Path) -> bool:
     return True
 
 
-def _is_locked(handle: int) -> bool:
-    """Lock a file if no other process has locked it."""
+def _try_lock(handle: int) -> bool:
+    """Lock a file if no other process has locked it; return whether this one has it now."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -286,9 +286,9 @@ def lock(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[Non
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         until_s = monotonic() + PATIENCE_S
-        while not _is_locked(handle) and monotonic() < until_s:
+        while not _try_lock(handle) and monotonic() < until_s:
             sleep(0.02)
-        if not _is_locked(handle):
+        if not _try_lock(handle):
             on_wait()
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -16,13 +16,14 @@ import re
 import resource
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from horovod_train.data.index import (
     Index,
     IndexMaker,
     cached_name,
+    is_cached,
     local_file,
     naming,
 )
@@ -48,7 +50,6 @@ from horovod_train.data.order import (
     SimilarLengths,
     without_replacement,
 )
-from horovod_train.data.remote import is_remote
 from horovod_train.data.source import DataError, Opened, SampleFunction, Source
 from horovod_train.errors import HorovodTrainError, UserError, result_of
 from horovod_train.registry import SOURCES, load_function
@@ -84,6 +85,11 @@ class Function:
         return Function, (self.location,)
 
 
+def function_of(location: str | Callable[..., object] | None) -> Function | None:
+    """Return a function of a user; None: there is none."""
+    return None if location is None else Function(location)
+
+
 @dataclass
 class _Open:
     """An open file, and the lock of the cache on it."""
@@ -97,7 +103,54 @@ class _Open:
             self.locked.close()
 
 
-class FileDataset:
+class Samples(ABC):
+    """Samples of files, by their numbers."""
+
+    is_mixture: ClassVar[bool] = False
+    """Passes over the parts end within epochs."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def __getitems__(self, numbers: Sequence[int]) -> list[object]:
+        """Return some samples."""
+
+    def __getitem__(self, number: int, /) -> object:
+        """Return a sample."""
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        return self.__getitems__([number % len(self)])[0]
+
+    @property
+    @abstractmethod
+    def has_cached_files(self) -> bool:
+        """Whether files are copied or unpacked before they are read."""
+
+    @abstractmethod
+    def cached_files(self, numbers: Numbers) -> Iterator[tuple[FileDataset, int]]:
+        """Yield the files of some samples that are copied or unpacked before they are read."""
+
+    def prefetcher(self, upcoming: Iterable[Numbers]) -> Prefetcher | None:
+        """Start a thread that copies files before the samples of the next batches are read; None: no need."""
+        return Prefetcher(self, upcoming) if self.has_cached_files else None
+
+    def waiting_for(self, numbers: Numbers) -> str:
+        """Return the file among those of some samples that is being copied, and how fast; empty: none."""
+        for dataset, file in self.cached_files(numbers):
+            listed = dataset.index.listed(file)
+            name = cached_name(listed, dataset.source)
+            if (found := dataset.cache.progress(name)) is not None:
+                size_bytes, elapsed_s = found
+                return (
+                    f"{listed.url} ({size_bytes / 2**20:.1f} of {listed.size_bytes / 2**20:.1f} MiB, "
+                    f"{size_bytes / 2**20 / max(elapsed_s, 1e-3):.2g} MiB/s)"
+                )
+        return ""
+
+
+class FileDataset(Samples):
     """The samples of files.
 
     Args:
@@ -130,14 +183,7 @@ class FileDataset:
         return {**vars(self), "_open_files": OrderedDict()}
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self.index.summary.num_samples
-
-    def __getitem__(self, number: int, /) -> object:
-        """Return a sample."""
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
-        return self.__getitems__([number % len(self)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[object]:
         """Return some samples; those of one file are read together.
@@ -168,9 +214,8 @@ class FileDataset:
     def _file(self, file: int) -> _Open:
         found = self._open_files.get(file)
         if found is None:
-            listed = self.index.listed(file)
             path, locked = self._local(file)
-            opened = self.source.open(path, self.index.rows(file), listed.url)
+            opened = self.source.open(path, self.index.rows(file), self.index.url(file))
             found = self._open_files[file] = _Open(opened, locked)
             while len(self._open_files) > MAX_OPEN_FILES:
                 self._open_files.popitem(last=False)[1].close()
@@ -233,8 +278,7 @@ class FileDataset:
         """Yield the files of some samples that are copied or unpacked before they are read."""
         files, _ = self.places_of(numbers)
         for file in dict.fromkeys(files.tolist()):
-            url = self.index.url(file)
-            if is_remote(url) or self.source.is_packed(url):
+            if is_cached(self.index.url(file), self.source):
                 yield self, file
 
     def fetch(self, file: int) -> None:
@@ -249,25 +293,7 @@ class FileDataset:
     @property
     def has_cached_files(self) -> bool:
         """Whether files are copied or unpacked before they are read; all are, or none."""
-        url = self.index.url(0)
-        return is_remote(url) or self.source.is_packed(url)
-
-    def prefetcher(self, upcoming: Iterable[Numbers]) -> Prefetcher | None:
-        """Start a thread that copies files before the samples of the next batches are read; None: no need."""
-        return Prefetcher(self, upcoming) if self.has_cached_files else None
-
-    def waiting_for(self, numbers: Numbers) -> str:
-        """Return the file among those of some samples that is being copied, and how fast; empty: none."""
-        for dataset, file in self.cached_files(numbers):
-            listed = dataset.index.listed(file)
-            name = cached_name(listed, dataset.source)
-            if (found := dataset.cache.progress(name)) is not None:
-                size_bytes, elapsed_s = found
-                return (
-                    f"{listed.url} ({size_bytes / 2**20:.1f} of {listed.size_bytes / 2**20:.1f} MiB, "
-                    f"{size_bytes / 2**20 / max(elapsed_s, 1e-3):.2g} MiB/s)"
-                )
-        return ""
+        return is_cached(self.index.url(0), self.source)
 
 
 def _explained(call: Callable[[], Result], places: Numbers) -> Result:
@@ -289,13 +315,15 @@ def _explained(call: Callable[[], Result], places: Numbers) -> Result:
     ) from error
 
 
-class Concatenation:
+class Concatenation(Samples):
     """The samples of several datasets, one dataset after the other, and their mixture.
 
     Args:
         parts: The datasets.
         proportions: Part of the samples that each has, relative to the others.
     """
+
+    is_mixture: ClassVar[bool] = True
 
     def __init__(self, parts: Sequence[FileDataset], proportions: Sequence[float]) -> None:
         self.parts = list(parts)
@@ -310,12 +338,7 @@ class Concatenation:
             self.collate = parts[0].collate
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return int(self._ends[-1])
-
-    def __getitem__(self, number: int, /) -> object:
-        """Return a sample."""
-        return self.__getitems__([number % len(self)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[object]:
         """Return some samples."""
@@ -371,9 +394,6 @@ class Concatenation:
         """Whether files of a part are copied or unpacked before they are read."""
         return any(part.has_cached_files for part in self.parts)
 
-    prefetcher = FileDataset.prefetcher
-    waiting_for = FileDataset.waiting_for
-
 
 @dataclass
 class Prefetcher:
@@ -384,7 +404,7 @@ class Prefetcher:
         upcoming: Numbers of the samples of each batch, from the next one.
     """
 
-    dataset: FileDataset | Concatenation
+    dataset: Samples
     upcoming: Iterable[Numbers]
     _ahead: deque[int] = field(default_factory=deque)
     _position: int = 0
@@ -488,8 +508,8 @@ def open_files(
         index,
         made,
         maker.cache,
-        decode=None if decode is None else Function(decode),
-        collate=None if collate is None else Function(collate),
+        decode=function_of(decode),
+        collate=function_of(collate),
     )
 
 
@@ -586,30 +606,10 @@ def file_dataset(
         index,
         source,
         maker.cache,
-        decode=None if files.decode is None else Function(files.decode),
-        collate=None if data.collate is None else Function(data.collate),
+        decode=function_of(files.decode),
+        collate=function_of(data.collate),
         replacement=data.sampling is None or data.sampling.replacement,
     )
-
-
-def problems_of_files(
-    files: Files,
-    data: Data,
-    run_dir: str,
-    *,
-    is_sampled: bool,
-    num_processes: int,
-    report: Report | None = None,
-) -> list[tuple[str, int | None, str]]:
-    """Read and decode all samples of some files of a job.
-
-    Returns:
-        File, sample (None: the whole file), and problem of those that cannot be used.
-    """
-    maker = index_maker(
-        files, data, run_dir, is_sampled=is_sampled, num_processes=num_processes, report=report
-    )
-    return maker.problems(None if files.decode is None else Function(files.decode))
 
 
 def index_maker(

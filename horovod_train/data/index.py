@@ -76,19 +76,25 @@ class Description:
     functions: Mapping[str, SampleFunction] = field(default_factory=dict)
     excluded: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
-    def key(self) -> str:
-        """Return the name of the index: a hash of all that determines it, but the content of files."""
+    @property
+    def has_rows(self) -> bool:
+        """Whether files must be read: each may have another number of samples, or functions choose them."""
+        return not self.source.is_one_sample or bool(self.functions)
+
+    def choice(self) -> tuple[object, ...]:
+        """Return what determines the samples of a file, as plain values."""
         source = type(self.source)
-        arguments = self.source.model_dump(mode="json")
-        return name_of(
-            VERSION,
+        return (
             f"{source.__module__}.{source.__qualname__}",
             source.version,
-            arguments,
-            list(self.files),
+            self.source.model_dump(mode="json"),
             sorted((name, code_digest(each)) for name, each in self.functions.items()),
-            sorted((name, list(numbers)) for name, numbers in self.excluded.items()),
         )
+
+    def key(self) -> str:
+        """Return the name of the index: a hash of all that determines it, but the content of files."""
+        excluded = sorted((name, list(numbers)) for name, numbers in self.excluded.items())
+        return name_of(VERSION, self.choice(), list(self.files), excluded)
 
 
 PLAIN = (str, bytes, int, float, bool, type(None), tuple, list, dict, set, frozenset)
@@ -167,15 +173,11 @@ class Summary:
     """The content of ``index.json``.
 
     Attributes:
-        version: Version of the format of indices.
-        source: Class of the source.
         described: Arguments of the source that all files together determine (``Source.described``).
         num_samples: Number of samples.
         digest: Digest of all files, and of how samples are chosen.
     """
 
-    version: int
-    source: str
     described: dict[str, object]
     num_samples: int
     digest: str
@@ -312,6 +314,11 @@ def local_file(
     return locked.path, locked
 
 
+def is_cached(url: str, source: Source) -> bool:
+    """Return whether a file is copied or unpacked before it is read."""
+    return is_remote(url) or source.is_packed(url)
+
+
 def cached_name(listed: Listed, source: Source) -> str:
     """Return the name of a file in the cache."""
     version: tuple[object, ...] = ()
@@ -381,12 +388,12 @@ class IndexMaker:
         private_folder(self._root)
         key = self._description.key()
         current = self._root / f"{key}.current"
-        self.cache.remove_leftovers()
         with lock(self._root / f"{key}.lock", self._report_wait):
             found, _ = result_of(lambda: (current.read_text(), current.stat().st_mtime))
             is_new = found is not None and not again and time() - found[1] < LISTED_AGAIN_S
             if found is not None and is_new and (self._root / found[0] / "index.json").is_file():
                 return Index(self._root / found[0])
+            self.cache.remove_leftovers()
             listed = self._listed()
             digest = name_of([(each.url, each.size_bytes, each.tag) for each in listed])[:16]
             folder = self._root / f"{key}-{digest}"
@@ -443,22 +450,13 @@ class IndexMaker:
             if former.suffix in {".parts", ".tmp"} and former != parts:
                 shutil.rmtree(former, ignore_errors=True)  # of a process that was killed
         private_folder(parts)
-        if description.source.is_one_sample and not description.functions:
-            of_files = [(1, 0)] * len(listed)
-        else:
-            of_files = self._make_parts(parts, listed)
+        of_files = self._make_parts(parts, listed) if description.has_rows else [(1, 0)] * len(listed)
         temporary = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         described = dict(description.source.described([each.url for each in listed]))
         digest = _write_index(temporary, parts, description, listed, of_files, described)
-        summary = Summary(
-            VERSION,
-            type(description.source).__name__,
-            described,
-            sum(samples for samples, _ in of_files),
-            digest,
-        )
+        summary = Summary(described, sum(samples for samples, _ in of_files), digest)
         if not summary.num_samples:
             raise UserError(
                 "data.files: the files have no samples" + (" that are kept" if description.functions else ""),
@@ -658,16 +656,11 @@ def _write_index(
     files["name"] = np.cumsum([0, *map(len, names[:-1])])
     np.save(folder / "files.npy", files)
     total = int(files["samples"].sum())
-    if not (description.source.is_one_sample and not description.functions):
+    if description.has_rows:
         _join_parts(folder, parts, len(listed), total, description.functions.keys())
     else:
         np.save(folder / "rows.npy", np.zeros((total, 0), np.int64))
-    source = type(description.source)
-    found = hashlib.sha256(repr((source.__name__, source.version)).encode())
-    found.update(repr(description.source.model_dump(mode="json")).encode())
-    found.update(
-        repr(sorted((name, code_digest(each)) for name, each in description.functions.items())).encode()
-    )
+    found = hashlib.sha256(repr(description.choice()).encode())
     num_parts = 2 if description.source.is_one_sample else 1  # the folder of an image is its class
     found.update(repr([Path(each.url).parts[-num_parts:] for each in listed]).encode())
     found.update(repr(sorted(described.items())).encode())

@@ -234,13 +234,14 @@ def settings_of(
         row_size: Samples of the global batch.
     """
     has_order = hasattr(dataset, "endless")
+    is_mixture = has_order and getattr(dataset, "is_mixture", False)
     kind = "files" if has_order or length > MAX_PERMUTATION else "permutation"
     return DataOrder(
         num_samples=samples_per_epoch or length,
         seed=seed,
         shuffle=shuffle,
         kind=kind,
-        num_in_pass=length if samples_per_epoch not in (None, length) or hasattr(dataset, "parts") else 0,
+        num_in_pass=length if samples_per_epoch not in (None, length) or is_mixture else 0,
         row_size=row_size if kind == "files" else 0,
         digest=dataset.digest() if hasattr(dataset, "digest") else "",
     )
@@ -309,15 +310,25 @@ class Passes:
 
 
 def uniform(seed: int, places: Numbers) -> npt.NDArray[np.float64]:
-    """Return a number from [0, 1) for each place: a hash of 53 bits, see ``SplitMix64``."""
+    """Return a number from [0, 1) for each place: a hash of 53 bits."""
+    start = (seed + 1) * 0xD1B54A32D192ED03 % 2**64
+    return np.asarray((hashes(places, start) >> np.uint64(11)).astype(np.float64) / 2.0**53)
+
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 / golden ratio: multiples of it spread seeds."""
+
+
+def hashes(numbers: npt.ArrayLike, start: int) -> npt.NDArray[np.uint64]:
+    """Return a 64-bit hash of each number: the numbers of a generator that begins at ``start``.
+
+    The mixer is that of SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014).
+    """
     with np.errstate(over="ignore"):
-        x = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed + 1) * np.uint64(
-            0xD1B54A32D192ED03
-        )
+        x = np.asarray(numbers, np.uint64) * np.uint64(GOLDEN) + np.uint64(start)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return np.asarray((x >> np.uint64(11)).astype(np.float64) / 2.0**53)
+        return np.asarray(x ^ (x >> np.uint64(31)), np.uint64)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from horovod_train.data.cache import FULL
-from horovod_train.data.source import DataError
+from horovod_train.data.source import CHUNK_BYTES, DataError
 from horovod_train.errors import UserError, result_of
 from horovod_train.system.machine import import_optional
 
@@ -29,7 +29,6 @@ Entry = dict[str, object]
 
 NUM_TRIES = 6
 MAX_DELAY_S = 20.0
-CHUNK_BYTES = 2**20
 SAMPLED_BYTES = 2**20
 """Files up to this size are digested completely, larger ones at some places."""
 MAX_FILES = 2**24

@@ -35,6 +35,7 @@ import numpy.typing as npt
 from horovod_train.checkpoint.arrays import ArrayBlob, pack_tree, unpack_tree
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.data import Data
+from horovod_train.data.order import GOLDEN, hashes
 from horovod_train.data.shard import MicroBatch, Order, StepsOfEpoch, epoch_order, num_steps, timed
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset, load_task_class
@@ -48,20 +49,9 @@ def mix(seed: int, rank: int, epoch: int) -> int:
     return int(np.random.SeedSequence([seed, rank, epoch]).generate_state(1, np.uint64)[0])
 
 
-GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 / golden ratio: multiples of it spread seeds."""
-
-
 def sample_seeds(seed: int, epoch: int, numbers: Iterable[int]) -> npt.NDArray[np.uint64]:
-    """Return a 64-bit seed for each sample: a hash of seed, epoch and the sample's number, shape [samples].
-
-    The mixer is that of SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014).
-    """
-    with np.errstate(over="ignore"):
-        x = np.fromiter(numbers, np.uint64) * np.uint64(GOLDEN) + np.uint64(mix(seed, 0, epoch))
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return np.asarray(x ^ (x >> np.uint64(31)), np.uint64)
+    """Return a 64-bit seed for each sample: a hash of seed, epoch and its number, shape [samples]."""
+    return hashes(np.fromiter(numbers, np.uint64), mix(seed, 0, epoch))
 
 
 def rng_state(own: Mapping[str, object]) -> tuple[object, dict[str, ArrayBlob]]:

@@ -539,7 +539,9 @@ def test_a_mixture_has_the_samples_of_its_parts(tmp_path):
     found = training_files(data, str(tmp_path / "runs"))
 
     assert found.__getitems__([20, 0, 19, 18]) == [101, 0, 100, 18]
-    assert len(found) == sum(SIZES) + 2
+    assert len(found) == len(list(found)) == sum(SIZES) + 2
+    with pytest.raises(IndexError):
+        found[sum(SIZES) + 2]
     found.close()
 
 

@@ -22,9 +22,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from horovod_train.config.schema import Train
+from horovod_train.data.order import GOLDEN
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
-from horovod_train.frameworks.reader import GOLDEN, sample_seeds
+from horovod_train.frameworks.reader import sample_seeds
 
 log = logging.getLogger(__name__)
 
