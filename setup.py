@@ -67,7 +67,14 @@ setup(
         "mlflow": ["mlflow>=3.4"],
         "wandb": ["wandb>=0.20"],
         # data.source: remote files, images, tables, and files that zstd has compressed.
-        "data": ["fsspec>=2024.2", "h5py>=3.10", "pillow>=10", "pyarrow>=16", "zstandard>=0.22"],
+        "data": [
+            "fsspec>=2024.2",
+            "google-crc32c>=1.5",
+            "h5py>=3.10",
+            "pillow>=10",
+            "pyarrow>=16",
+            "zstandard>=0.22",
+        ],
         "s3": ["s3fs>=2024.2"],
         # strategy: deepspeed.
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
