@@ -106,6 +106,7 @@ FAULTS = (
     ),
     Fault(("",), GpuError, "the GPU or its driver has failed"),
 )
+IS_OUT_OF_MEMORY = re.compile(r"can't allocate memory|std::bad_alloc")
 IS_CUDA = re.compile(
     r"CUDA (driver )?error: |cuDNN error: |\bcuda\w+ failed: |driver on your system is too old"
 )
@@ -282,6 +283,11 @@ def translated(error: Exception, entry: Waiting, rank: int) -> HorovodTrainError
             hint="models and code must be the same on every rank",
         )
     gone = PeerError(f"a collective failed because another rank exited, in {entry}: {error}")
+    if IS_OUT_OF_MEMORY.search(message):  # the engine allocates the results of collectives in its own thread
+        return DeviceMemoryError(
+            f"rank {rank} is out of memory, in {entry}: {message.splitlines()[0]}",
+            hint="`horovod-train plan JOB --memory` says what a rank needs under each strategy",
+        )
     return explain_nccl(message, str(entry)) or explain_cuda(message, rank) or gone
 
 

@@ -90,6 +90,21 @@ class TestNccl:
 
 
 class TestOutOfMemory:
+    @pytest.mark.parametrize(
+        "said",
+        [
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.\nframe #0: c10::alloc_cpu",
+            "std::bad_alloc",
+        ],
+    )
+    def test_in_the_thread_of_the_engine_is_not_told_as_another_rank_that_left(self, said):
+        error = translated(RuntimeError(said), ENTRY, 3)
+
+        assert isinstance(error, DeviceMemoryError)
+        assert error.message.startswith("rank 3 is out of memory, in horovod_train.bucket.0.1")
+        assert said.splitlines()[0] in error.message
+        assert "frame" not in error.message
+
     def test_is_told_with_rank_peak_and_what_to_change(self):
         raised = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
         error = device_error(raised, JOB, 3)

@@ -24,6 +24,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm import buckets
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.state.optimizer import check_elementwise, check_separable
 from horovod_train.frameworks.torch.strategies.zero import strategy as zero_module
 from horovod_train.frameworks.torch.strategies.zero.strategy import Zero
@@ -152,6 +153,17 @@ def test_gradients_of_few_buckets_are_there_at_a_time_where_others_are_slow(monk
     for most, received in under_way(2, slowness_s=0.01):
         assert most <= zero_module.MAX_IN_FLIGHT + 1
         assert set(received.tolist()) == {1.0 + 2.0}
+
+
+def test_a_rank_that_is_slow_once_leaves_a_limit_to_the_buckets_in_flight(monkeypatch):
+    monkeypatch.setattr(buckets, "MAX_WAIT_S", 0.0)
+    monkeypatch.setattr(zero_module, "KEPT_BYTES", 0)
+    answers = iter([False] * 5)  # the last bucket, which has the trailer, is sent by `reduce`
+    monkeypatch.setattr(TorchCommunicator, "is_done", lambda *_: next(answers, True))
+
+    [(most, _)] = under_way(1)
+
+    assert zero_module.MAX_IN_FLIGHT + 1 <= most <= 2 * zero_module.MAX_IN_FLIGHT
 
 
 def test_ranks_whose_gradients_come_in_other_orders_do_not_wait_for_ever(monkeypatch):

@@ -182,7 +182,9 @@ def gradient_reduced_already() -> UserError:
     )
 
 
-MAX_WAIT_S = 1.0
+MAX_WAIT_S = 5.0
+"""Time without a completed collective after which more buckets may be in flight. Ranks that are slow for a
+moment are not taken for ranks that send buckets in different orders."""
 POLL_S = 0.0003
 
 
@@ -455,11 +457,12 @@ class GradientPipeline:
         while self._in_flight:
             if self._ranks.is_done(self._in_flight[0][1]):
                 self._advance()
+                deadline_s = monotonic() + MAX_WAIT_S
             elif len(self._in_flight) <= self._max_in_flight:
                 return
             elif monotonic() > deadline_s:
-                self._max_in_flight = None  # ranks complete buckets in different orders: disable the limit
-                return
+                self._max_in_flight *= 2
+                deadline_s = monotonic() + MAX_WAIT_S
             else:
                 sleep(POLL_S)
 
