@@ -87,7 +87,8 @@ def webdataset(folder: Path, num_samples: int, size_bytes: int) -> Mapping[str, 
 
     def theirs() -> Iterable[Any]:
         urls = str(folder / f"{{000..{NUM_FILES - 1:03d}}}.tar")
-        return wds.WebDataset(urls, shardshuffle=NUM_FILES).shuffle(1000).map(array).batched(BATCH_SIZE)
+        samples = wds.WebDataset(urls, shardshuffle=NUM_FILES).shuffle(1000).map(array)
+        return samples.batched(BATCH_SIZE, collation_fn=np.stack)  # the default adds arrays up by element
 
     return {"ours": our_batches("webdataset", f"{folder}/*.tar", folder, array), "webdataset": theirs}
 

@@ -92,8 +92,9 @@ def function_of(location: str | Callable[..., object] | None) -> Function | None
 
 @dataclass
 class _Open:
-    """An open file, and the lock of the cache on it."""
+    """An open file, its name in the job, and the lock of the cache on it."""
 
+    url: str
     opened: Opened
     locked: LockedFile | None
 
@@ -192,31 +193,42 @@ class FileDataset(Samples):
             DataError: A file is damaged, or has changed since its index was made.
         """
         files, places = self.places_of(np.asarray(numbers, np.int64))
-        found: list[object] = [None] * len(numbers)
-        for file in dict.fromkeys(files.tolist()):
-            mine = np.flatnonzero(files == file).tolist()
-            url = self.index.url(file)
-            with naming(url):
-                opened = self._file(file).opened
-                samples = _explained(partial(opened.read, places[mine].tolist()), places[mine])
-                for at, sample in zip(mine, samples, strict=True):
-                    found[at] = _explained(partial(self._decoded, sample), places[at : at + 1])
+        of_file: dict[int, list[int]] = {}
+        for at, file in enumerate(files.tolist()):
+            of_file.setdefault(file, []).append(at)
+        places_in_files = places.tolist()
+        found: list[object] = [None] * len(places_in_files)
+        for file, mine in of_file.items():
+            samples = self._read(file, [places_in_files[at] for at in mine])
+            for at, sample in zip(mine, samples, strict=True):
+                found[at] = sample
         return found
+
+    def _read(self, file: int, places: Sequence[int]) -> list[object]:
+        """Return the samples at some places of a file."""
+        found = self._file(file)
+        with naming(found.url):
+            stored = _explained(partial(found.opened.read, places), places)
+            decode = self._decode or self.source.decode
+            decoded: list[object] = []
+            _, error = result_of(partial(_decode_all, stored, decode, decoded))
+            if error is not None:
+                raise _explanation(error, [places[len(decoded)]]) from error
+            return decoded
 
     def places_of(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
         """Return the file of each sample, and its place in the file."""
         files = np.searchsorted(self.index.ends, numbers, "right")
         return files, numbers - self.index.ends[files] + self.index.sizes[files]
 
-    def _decoded(self, sample: object) -> object:
-        return self.source.decode(sample) if self._decode is None else self._decode(sample)
-
     def _file(self, file: int) -> _Open:
         found = self._open_files.get(file)
         if found is None:
-            path, locked = self._local(file)
-            opened = self.source.open(path, self.index.rows(file), self.index.url(file))
-            found = self._open_files[file] = _Open(opened, locked)
+            url = self.index.url(file)
+            with naming(url):
+                path, locked = self._local(file)
+                opened = self.source.open(path, self.index.rows(file), url)
+            found = self._open_files[file] = _Open(url, opened, locked)
             while len(self._open_files) > MAX_OPEN_FILES:
                 self._open_files.popitem(last=False)[1].close()
         self._open_files.move_to_end(file)
@@ -296,7 +308,13 @@ class FileDataset(Samples):
         return is_cached(self.index.url(0), self.source)
 
 
-def _explained(call: Callable[[], Result], places: Numbers) -> Result:
+def _decode_all(stored: Sequence[object], decode: SampleFunction, decoded: list[object]) -> None:
+    """Append each decoded sample; where an exception ends this, their number tells which sample has failed."""
+    for sample in stored:
+        decoded.append(decode(sample))
+
+
+def _explained(call: Callable[[], Result], places: Sequence[int]) -> Result:
     """Return the result of a call, which is about samples at some places of a file.
 
     Raises:
@@ -305,14 +323,19 @@ def _explained(call: Callable[[], Result], places: Numbers) -> Result:
     found, error = result_of(call)
     if error is None:
         return found  # type: ignore[return-value]
+    raise _explanation(error, places) from error
+
+
+def _explanation(error: Exception, places: Sequence[int]) -> HorovodTrainError:
+    """Return the error to raise for an exception, which is about samples at some places of a file."""
     if isinstance(error, HorovodTrainError):
-        raise error
+        return error
     last = traceback.extract_tb(error.__traceback__)[-1]
-    raise DataError(
+    return DataError(
         f"sample {', '.join(map(str, places))}: {type(error).__name__}: {error} "
         f"(line {last.lineno} of {last.filename})",
         hint="correct data.decode, or leave the sample out: `horovod-train data verify` lists such samples",
-    ) from error
+    )
 
 
 class Concatenation(Samples):

@@ -204,7 +204,7 @@ class Index:
     @cached_property
     def sizes(self) -> Numbers:
         """Number of samples of each file, shape [files]."""
-        return np.ascontiguousarray(self._files["samples"])
+        return np.array(self._files["samples"], np.int64)
 
     @cached_property
     def ends(self) -> Numbers:
@@ -219,6 +219,10 @@ class Index:
     @cached_property
     def _names(self) -> npt.NDArray[np.uint8]:
         return np.memmap(self.folder / "files.txt", np.uint8, "r")
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return np.asarray(np.load(self.folder / "rows.npy", mmap_mode="r"))
 
     @property
     def size_bytes(self) -> int:
@@ -240,10 +244,9 @@ class Index:
         return int(self._files["digest"][file])
 
     def rows(self, file: int) -> Rows:
-        """Return the rows of the samples of a file."""
-        rows = np.load(self.folder / "rows.npy", mmap_mode="r")
+        """Return the rows of the samples of a file, mapped into memory."""
         end = int(self.ends[file])
-        return np.array(rows[end - int(self.sizes[file]) : end])
+        return self._rows[end - int(self.sizes[file]) : end]
 
     def has(self, column: str) -> bool:
         """Return whether there is an array with a number for each sample: ``ends``, or ``lengths``."""

@@ -130,10 +130,9 @@ class OpenedRanges:
 
     def read(self, places: Sequence[int]) -> list[object]:
         """Return the samples at some places."""
-        return [self.parse(self._range(place)) for place in places]
+        return [self.parse(self._range(*row)) for row in self.rows[places].tolist()]
 
-    def _range(self, place: int) -> bytes:
-        start, length = self.rows[place].tolist()
+    def _range(self, start: int, length: int) -> bytes:
         parts = []
         while length > 0 and (part := os.pread(self._handle, length, start)):
             parts.append(part)

@@ -8,8 +8,11 @@ import time
 import urllib.request
 from http.client import HTTPException
 
+import numpy as np
 import pytest
+from frameworks.net import Samples
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.numpy import save_file
 from support.checkpoints import arrays, newest
 from support.launching import (
     PROGRAMS,
@@ -23,7 +26,7 @@ from support.launching import (
 )
 from support.pools import CONTROLLERS
 
-from horovod_train.checkpoint.store import read_manifest
+from horovod_train.checkpoint.store import read_checkpoint, read_manifest
 
 RANKS, BATCH_SIZE, NUM_SAMPLES, EPOCHS, LR = 2, 4, 50, 3, 0.01
 # 25 samples per rank and epoch: rank 1 goes in its second epoch.
@@ -58,6 +61,12 @@ def job(folder, name, framework, controller, kill_after=0, **train):
         checkpoint={"every": "3 steps", "keep_last": 100},
         launch={"num_ranks": RANKS, "controller": controller},
     )
+
+
+def weights_of(path):
+    """The weights of a checkpoint, by name."""
+    blobs = read_checkpoint(path).arrays["model"]
+    return {name: np.frombuffer(blob.data, blob.dtype) for name, blob in blobs.items()}
 
 
 def watched_run(path, folder, name, env):
@@ -124,6 +133,57 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(run, tmp_path, po
     assert f"resumed from step-{at_kill:012d}" in done[0]["output"]
     assert arrays(newest(tmp_path, "killed")) == arrays(newest(tmp_path, "whole"))
     check_metrics(run, scraped)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("run", CONTROLLERS)
+def test_files_are_read_once_after_kill_9_on_1_3_2_and_5_ranks(run, tmp_path):
+    """Weights are those of one process that read all samples in the same order."""
+    for place, part in enumerate((slice(0, 31), slice(31, 31), slice(31, 48), slice(48, None))):
+        data = Samples(96, 1)
+        save_file({"x": data.x[part], "y": data.y[part]}, tmp_path / f"train-{place}.safetensors")
+    framework = name_of(run)
+    env = environment(PYTHONPATH=str(PROGRAMS), **variables_of(run))
+    decode = "dictionary" if framework == "transformers" else "pair"
+
+    def trained(name, worlds, num_workers):
+        for place, (num_ranks, kill_after) in enumerate(worlds):
+            noted = tmp_path / f"killed-{place}"
+            path = write_job(
+                tmp_path / f"{name}.yaml",
+                name=name,
+                framework=framework,
+                task=f"frameworks.{framework}_task:Task",
+                run_dir=str(tmp_path / "runs"),
+                train={"epochs": 3, "global_batch_size": 12, "batch_size_per_rank": 4},
+                lr={"base_lr": 0.01, "scaling": "none"},
+                data={
+                    "source": "arrays",
+                    "files": str(tmp_path / "train-*.safetensors"),
+                    "decode": f"frameworks.net:{decode}",
+                    "num_workers": num_workers,
+                },
+                checkpoint={"every": "2 steps"},
+                evaluation={"every": 99},
+                launch={
+                    "num_ranks": num_ranks,
+                    "controller": CONTROLLERS[run],
+                    "threads_per_rank": 1,
+                    "env": {"KILL_AFTER": str(kill_after), "KILLED": str(noted)},
+                },
+            )
+            command = [bin_of(framework) / "horovod-train", "run", str(path)]
+            done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+            said = done.stdout + done.stderr
+            assert noted.exists() == (done.returncode != 0) == bool(kill_after), said
+            assert not place or "resumed from step-" in said
+        return weights_of(newest(tmp_path, name))
+
+    alone = trained("alone", [(1, 0)], 0)
+    killed = trained("killed", [(1, 60), (3, 12), (2, 20), (5, 0)], 2)
+    assert killed.keys() == alone.keys()
+    for name, weights in alone.items():
+        np.testing.assert_allclose(killed[name], weights, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("run", ["torch"])

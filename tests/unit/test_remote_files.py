@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import random
 import re
 
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from support.files import SIZES, json_lines, webdataset
 from support.s3 import FAULTS, s3_store
 from support.waiting import wait_until
 
 from horovod_train.data import dataset, remote
 from horovod_train.data.index import cached_name
+from horovod_train.data.order import order_of, settings_of
 from horovod_train.data.remote import expand_braces
+from horovod_train.data.shard import StepsOfEpoch
 from horovod_train.data.source import DataError
 from horovod_train.errors import UserError
 
@@ -187,6 +191,68 @@ def test_files_far_ahead_are_not_looked_for(s3, files_of, monkeypatch):
     finally:
         prefetcher.close()
     assert len(examined) == 8
+
+
+NUM_FILES = 128
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """A file system that counts the bytes that are read, with files of 300 to 306 samples."""
+    files, num_read = MemoryFileSystem(), []
+    for number in range(NUM_FILES):
+        written = io.BytesIO()
+        np.save(written, 400 * number + np.arange(300 + number % 7)[:, None])
+        files.pipe(f"/data/{number:03d}.npy", written.getvalue())
+    opener = MemoryFileSystem._open
+
+    def opened(self, path, mode="rb", **more):
+        if mode == "rb":
+            num_read.append(self.info(path)["size"])
+        return opener(self, path, mode, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", opened)
+    yield num_read
+    files.rm("/data", recursive=True)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 8])
+def test_hosts_together_read_the_data_once(tmp_path, counted, num_hosts):
+    """With consecutive slices of one order of all samples, 8 hosts would read it 8 times."""
+
+    def files_of(cache):
+        return dataset.open_files(
+            "arrays",
+            f"memory:///data/{{000..{NUM_FILES - 1}}}.npy",
+            index_dir=str(tmp_path / "index"),
+            cache_dir=str(tmp_path / cache),
+        )
+
+    def read_by(host):
+        found = files_of(f"host-{host}")
+        length = len(found)
+        settings = settings_of(found, length, seed=0, shuffle=True, samples_per_epoch=None, row_size=256)
+        order = order_of(settings, found, 0)
+        steps = StepsOfEpoch(
+            num_samples=length,
+            cursor=0,
+            batch_size_per_rank=256 // num_hosts,
+            accumulation_steps=1,
+            rank=host,
+            size=num_hosts,
+        )
+        pieces = [order[each.start : each.stop] for step in steps for each in step.micro_batches]
+        samples = [sample for piece in pieces for sample in found.__getitems__(piece.tolist())]
+        found.close()
+        return [int(sample["array"][0]) for sample in samples]
+
+    files_of("first").close()  # the index is made
+    size_bytes = sum(counted)
+    counted.clear()
+
+    read = [sample for host in range(num_hosts) for sample in read_by(host)]
+    assert sorted(read) == [400 * file + at for file in range(NUM_FILES) for at in range(300 + file % 7)]
+    assert size_bytes <= sum(counted) <= 1.1 * size_bytes
 
 
 def test_braces_are_expanded_like_in_a_shell():

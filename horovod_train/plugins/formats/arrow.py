@@ -29,28 +29,40 @@ class _Table:
         self._ends, self._batches = ends, self._table.to_batches()
 
     def read(self, places: Sequence[int]) -> list[Any]:
-        """Return rows as mappings; columns of numbers, and lists of them, are NumPy values."""
-        return [self._row(int(self._rows[place])) for place in places]
-
-    def _row(self, row: int) -> dict[str, Any]:
-        number = int(np.searchsorted(self._ends, row, "right"))
-        batch = self._batches[number]
-        inside = row - (int(self._ends[number - 1]) if number else 0)
-        return {name: _value(batch.column(at)[inside]) for at, name in enumerate(batch.schema.names)}
+        """Return rows as mappings; lists of numbers are arrays."""
+        rows = self._rows[places]
+        numbers = np.searchsorted(self._ends, rows, "right")
+        found: list[Any] = [None] * len(rows)
+        for number in dict.fromkeys(numbers.tolist()):
+            mine = np.flatnonzero(numbers == number)
+            batch = self._batches[number]
+            inside = rows[mine] - (int(self._ends[number]) - len(batch))
+            columns = [_values(batch.column(at), inside) for at in range(batch.num_columns)]
+            names = batch.schema.names
+            for at, values in zip(mine.tolist(), zip(*columns, strict=True), strict=True):
+                found[at] = dict(zip(names, values, strict=True))
+        return found
 
     def close(self) -> None:
         """Let the memory map be closed."""
         del self._table, self._batches
 
 
-def _value(scalar: Any) -> Any:
-    values = getattr(scalar, "values", None)
-    if values is None or not hasattr(values, "to_numpy") or values.null_count:
-        return scalar.as_py()
+def _values(column: Any, rows: Any) -> list[Any]:
+    """Return the values of some rows; lists of numbers without nulls as arrays, and others as Python values."""
     types = pyarrow("pyarrow.types")
-    if types.is_floating(values.type) or types.is_integer(values.type):
-        return values.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
+    kind = getattr(column.type, "value_type", None)
+    if kind is not None and (types.is_floating(kind) or types.is_integer(kind)):
+        return [_array(column[row]) for row in rows.tolist()]
+    return column.take(pyarrow().array(rows)).to_pylist()  # type: ignore[no-any-return]
+
+
+def _array(scalar: Any) -> Any:
+    """Return the array of a list of numbers; if there are nulls, a list, or None."""
+    values = getattr(scalar, "values", None)
+    if values is None or values.null_count:
+        return scalar.as_py()
+    return values.to_numpy(zero_copy_only=False)
 
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"

@@ -31,7 +31,7 @@ class _Windows:
 
     def read(self, places: Sequence[int]) -> list[Any]:
         """Return sequences."""
-        return [self._sequence(*self.rows[place].tolist()) for place in places]
+        return [self._sequence(*row) for row in self.rows[places].tolist()]
 
     def _sequence(self, start: int, length: int) -> Any:
         found = np.array(self.tokens[start : start + length])
@@ -85,7 +85,7 @@ class Tokens(Source):
 
     def open(self, file: Path, rows: Rows, url: str) -> Opened:
         """Open a local file."""
-        return _Windows(self._tokens(file), rows, self.length, self.pad)
+        return _Windows(np.asarray(self._tokens(file)), rows, self.length, self.pad)
 
     def _tokens(self, file: Path) -> npt.NDArray[Any]:
         if file.suffix == ".npy":
