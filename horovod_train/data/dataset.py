@@ -309,9 +309,9 @@ class FileDataset(Samples):
 
 
 def _decode_all(stored: Sequence[object], decode: SampleFunction, decoded: list[object]) -> None:
-    """Append each decoded sample; where an exception ends this, their number tells which sample has failed."""
+    """Append each decoded sample. After an exception, their number tells which sample has failed."""
     for sample in stored:
-        decoded.append(decode(sample))
+        decoded.append(decode(sample))  # noqa: PERF401
 
 
 def _explained(call: Callable[[], Result], places: Sequence[int]) -> Result:

@@ -49,12 +49,13 @@ class _Table:
 
 
 def _values(column: Any, rows: Any) -> list[Any]:
-    """Return the values of some rows; lists of numbers without nulls as arrays, and others as Python values."""
+    """Return the values of some rows; lists of numbers without nulls are arrays."""
     types = pyarrow("pyarrow.types")
     kind = getattr(column.type, "value_type", None)
     if kind is not None and (types.is_floating(kind) or types.is_integer(kind)):
         return [_array(column[row]) for row in rows.tolist()]
-    return column.take(pyarrow().array(rows)).to_pylist()  # type: ignore[no-any-return]
+    found: list[Any] = column.take(pyarrow().array(rows)).to_pylist()
+    return found
 
 
 def _array(scalar: Any) -> Any:
