@@ -2,6 +2,7 @@
 
     FORMAT    one process reads the same files, already indexed and in the page cache, in a new epoch: ours in
               the order of a job (shuffled over all files), the others as their documentation says: in turns
+    memory    memory of a rank with 10^8 samples in 10^4 files, and time to its first batch
     order     time to the first batch, time of a batch and memory, for 10^8 to 10^10 samples
 
 usage: python -m benchmarks.data [--only NAME ...] [--rounds N] [--samples N] [--size BYTES]
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -271,12 +273,61 @@ def order_costs(num_samples: int, num_files: int) -> None:
     )
 
 
+def make_index(pattern: str, folder: str) -> None:
+    """Make an index, and print the memory of this process."""
+    open_files("arrays", pattern, index_dir=folder).close()
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"making the index: at most {peak_mib:.0f} MiB, with the pages of its files", flush=True)
+
+
+def memory_of_a_rank(num_samples: int, num_files: int) -> None:
+    """Print the memory of a rank that reads from files of one byte for each sample."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = np.arange(num_samples // num_files).astype(np.uint8)
+        for file in range(num_files):
+            np.save(folder / f"{file:05d}.npy", rows)
+        start_s = time.perf_counter()
+        pattern = f"{folder}/*.npy"
+        maker = get_context("spawn").Process(target=make_index, args=(pattern, str(folder / "index")))
+        maker.start()
+        maker.join()
+        index_s = time.perf_counter() - start_s
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start_s = time.perf_counter()
+        dataset = open_files("arrays", pattern, index_dir=str(folder / "index"))
+        length = len(dataset)
+        settings = settings_of(
+            dataset, length, seed=0, shuffle=True, samples_per_epoch=None, row_size=8 * BATCH_SIZE
+        )
+        steps = StepsOfEpoch(
+            num_samples=length,
+            cursor=length // 2,
+            batch_size_per_rank=BATCH_SIZE,
+            accumulation_steps=1,
+            rank=3,
+            size=8,
+        )
+        pieces = (piece for share in steps for piece in share.micro_batches)
+        batches = iter(NumpyReader(dataset, Data(), 0).read(0, order_of(settings, dataset, 0), pieces))
+        next(batches)
+        first_s = time.perf_counter() - start_s
+        for _ in islice(batches, 5000):
+            pass
+        grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        print(
+            f"{num_samples:,} samples in {num_files:,} files: index in {index_s:.0f} s; first batch after "
+            f"{first_s:.2f} s, {grown_mib:.0f} MiB more after 5,000 batches",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Measure what was asked for; each format in a process of its own."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", choices=[*FORMATS, "order"])
+    parser.add_argument("--only", nargs="*", choices=[*FORMATS, "memory", "order"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--size", type=int, default=4096)
@@ -285,7 +336,10 @@ def main() -> None:
     if args.here:
         measure(args.here, args.rounds, args.samples, args.size)
         return
-    for name in args.only or [*FORMATS, "order"]:
+    for name in args.only or [*FORMATS, "memory", "order"]:
+        if name == "memory":
+            memory_of_a_rank(10**8, 10**4)
+            continue
         if name == "order":
             for num_samples, num_files in ((10**8, 10**4), (10**9, 10**4), (10**10, 10**6)):
                 order_costs(num_samples, num_files)

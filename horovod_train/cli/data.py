@@ -147,22 +147,24 @@ def structure_of(sample: object) -> str:
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the files and samples that cannot be used, for data.exclude.",
+    help="Write the files and samples that cannot be used, and those that data.exclude leaves out already.",
 )
 def verify(job: str, overrides: Sequence[str], processes: int | None, output: Path | None) -> None:
     """Read and decode all samples of JOB, and print those that cannot be used. Exit with 1 if any."""
-    from horovod_train.data.dataset import function_of
+    from horovod_train.data.dataset import expanded, function_of, lines_of, read_excluded
 
     loaded = load_job(job_file(job), overrides)
-    lines = []
+    lines: list[str] = []
+    known: list[str] = []
     for path, files in _sections(loaded):
+        known += lines_of(read_excluded(Path(expanded(files.exclude)))) if files.exclude else []
         with _maker(loaded, path, files, processes) as maker:
             found = maker.problems(function_of(files.decode))
         for url, number, text in found:
             click.echo(f"{url}{'' if number is None else f', sample {number}'}: {text}")
-            lines.append(url if number is None else f"{url}\t{number}")
+            lines += lines_of({url: [] if number is None else [number]})
         click.echo(f"{path}: {len(found)} problem(s)" if found else f"{path}: all samples can be used")
     if output is not None:
-        output.write_text("".join(f"{line}\n" for line in lines))
+        output.write_text("".join(f"{line}\n" for line in dict.fromkeys([*known, *lines])))
         click.echo(f"{output}: set data.exclude to it")
     sys.exit(1 if lines else 0)

@@ -34,7 +34,8 @@ class Files(Section):
     null: all samples are used."""
 
     exclude: Text | None = None
-    """File with the names of files and numbers of samples that are left out, as ``data verify`` writes it."""
+    """File with the names of files that are left out, or of samples: the name of a file, a tab, and a number,
+    as ``data verify`` writes it."""
 
 
 class Part(Files):
@@ -77,8 +78,9 @@ class Data(Files):
     """Samples, their order, and their loading."""
 
     eval: Files | None = None
-    """Files of the evaluation data; ``source``, ``source_args`` and ``decode`` are those of the training data
-    unless given. null: ``eval_data()`` of the task, if it has this method."""
+    """Files of the evaluation data; ``source``, ``source_args``, ``decode`` and ``exclude`` are those of the
+    training data unless given (of a mixture, of its first part). null: ``eval_data()`` of the task, if it has
+    this method."""
 
     mixture: list[Part] = []
     """Sources that are mixed in proportions, in place of ``source``."""

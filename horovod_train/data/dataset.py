@@ -50,6 +50,7 @@ from horovod_train.data.order import (
     SimilarLengths,
     without_replacement,
 )
+from horovod_train.data.remote import is_remote
 from horovod_train.data.source import DataError, Opened, SampleFunction, Source
 from horovod_train.errors import HorovodTrainError, UserError, result_of
 from horovod_train.registry import SOURCES, load_function
@@ -601,6 +602,7 @@ def with_defaults(files: Files, of: Files) -> Files:
     if files.source in (None, of.source):
         update["source_args"] = {**of.source_args, **files.source_args}
         update["decode"] = files.decode or of.decode
+    update["exclude"] = files.exclude or of.exclude
     return files.model_copy(update=update)
 
 
@@ -703,10 +705,17 @@ class _Report:
         log.warning("index of %s: %d of %d files, %d samples", self.name, done, total, num_samples)
 
 
+def lines_of(excluded: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return the lines of a file for ``data.exclude``, see ``read_excluded``."""
+    of_files = ([f"{url}\t{number}" for number in numbers] or [url] for url, numbers in excluded.items())
+    return [line for lines in of_files for line in lines]
+
+
 def read_excluded(path: Path) -> dict[str, list[int]]:
     """Return what a file of ``data.exclude`` leaves out: files, and for each its samples; empty: all.
 
-    A line has the name of a file, and, after a tab, the number of a sample. Comments begin with ``#``.
+    A line has the name of a file, and, after a tab, the number of a sample. Relative names begin at the
+    folder of ``path``. Comments begin with ``#``.
 
     Raises:
         UserError: The file cannot be read, or a line is not valid.
@@ -727,6 +736,8 @@ def read_excluded(path: Path) -> dict[str, list[int]]:
                 f"data.exclude: {path}: line {number}: {sample!r} is not the number of a sample",
                 hint="write FILE, or FILE, a tab, and a number",
             )
+        if not is_remote(url):
+            url = str(path.absolute().parent / url)
         found.setdefault(url, [])
         if tab:
             found[url].append(int(sample))

@@ -403,7 +403,10 @@ class IndexMaker:
             if again:  # jobs may use the former one
                 folder = folder.with_name(f"{folder.name}-{int(time())}")
             if not (folder / "index.json").is_file():
-                self._make(folder, listed)
+                is_known = (
+                    found is not None and not again and (self._root / found[0] / "index.json").is_file()
+                )
+                self._make(folder, listed, Index(self._root / found[0]) if found and is_known else None)
             write_atomic(current, folder.name)
         return Index(folder)
 
@@ -445,14 +448,16 @@ class IndexMaker:
             raise UserError(f"data.files: the name {broken!r} has a line break", hint="rename the file")
         return [each for each in files if each.url not in excluded]
 
-    def _make(self, folder: Path, listed: Sequence[Listed]) -> None:
+    def _make(self, folder: Path, listed: Sequence[Listed], former: Index | None) -> None:
         description = self._description
         name = "-".join(folder.name.split("-")[:2])  # without the time of `again`
         parts = folder.with_name(f"{name}.parts")
-        for former in self._root.glob(f"{name.partition('-')[0]}-*"):
-            if former.suffix in {".parts", ".tmp"} and former != parts:
-                shutil.rmtree(former, ignore_errors=True)  # of a process that was killed
+        for left in self._root.glob(f"{name.partition('-')[0]}-*"):
+            if left.suffix in {".parts", ".tmp"} and left != parts:
+                shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
         private_folder(parts)
+        if former is not None and description.has_rows:
+            _take_parts(former, description, listed, parts)
         of_files = self._make_parts(parts, listed) if description.has_rows else [(1, 0)] * len(listed)
         temporary = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -485,6 +490,32 @@ class IndexMaker:
             with np.load(parts / f"{at}.npz") as part:
                 found.append((len(part["rows"]), int(part["digest"])))
         return found
+
+
+def _take_parts(former: Index, description: Description, listed: Sequence[Listed], parts: Path) -> None:
+    """Write the parts of the files that have not changed since a former index, and log the others."""
+    known = {former.listed(file): file for file in range(len(former.sizes))}
+    lengths = former.lengths() if former.has("lengths") else None
+    others = [each.url for each in listed if each not in known]
+    if others:
+        names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        log.warning("%d of %d files are new, or have changed: %s", len(others), len(listed), names)
+    if description.functions.keys() & COLUMN_OF["ends"]:
+        return  # an index has sums of weights, not the weights of samples
+    for number, each in enumerate(listed):
+        part = parts / f"{number}.npz"
+        if (file := known.get(each)) is None or part.is_file():
+            continue
+        end = int(former.ends[file])
+        own = slice(end - int(former.sizes[file]), end)
+        columns = {} if lengths is None else {"length": lengths[own]}
+        _write_part(part, rows=former.rows(file), digest=np.int64(former.file_digest(file)), **columns)
+
+
+def _write_part(part: Path, **arrays: object) -> None:
+    temporary = part.with_suffix(".tmp.npz")
+    np.savez(temporary, **arrays)  # type: ignore[arg-type]
+    temporary.replace(part)
 
 
 def _with_companions(listed: Listed, source: Source) -> Listed:
@@ -524,10 +555,8 @@ def make_part(description: Description, cache: Cache, listed: Listed, part: Path
     finally:
         if locked is not None:
             locked.close()
-    temporary = part.with_suffix(".tmp.npz")
     arrays = {name: np.array(values, _TYPES[name]) for name, values in columns.items()}
-    np.savez(temporary, rows=rows[numbers], digest=np.int64(digest), **arrays)  # type: ignore[arg-type]
-    temporary.replace(part)
+    _write_part(part, rows=rows[numbers], digest=np.int64(digest), **arrays)
     return len(numbers)
 
 

@@ -202,7 +202,9 @@ def retried(what: str, call: Callable[[], Result]) -> Result:
             return found  # type: ignore[return-value]
         if isinstance(last, UserError) or (isinstance(last, OSError) and last.errno in FULL):
             raise last
-        if isinstance(last, PERMANENT):
+        if (
+            isinstance(last, PERMANENT) or "credentials" in type(last).__name__.lower()
+        ):  # of botocore, google.auth
             reason = str(last) or type(last).__name__
             raise UserError(f"{what}: {reason}", hint="correct data.files, or the credentials") from last
         if number == NUM_TRIES - 1:

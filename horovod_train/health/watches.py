@@ -98,6 +98,7 @@ class WaitWatch:
 
 
 HANG = "a loader process, the disk or the dataset's __getitem__ hangs"
+SLOW = "the store or the network is slow"
 
 
 class DataWatch(WaitWatch):
@@ -134,18 +135,22 @@ class DataWatch(WaitWatch):
         since_s = self._waiting_since_s()
         return None if since_s is None else Wait(since_s, self._shutdown_s, self._report, self._error)
 
-    def _state(self, elapsed_s: float) -> str:
+    def _state(self, elapsed_s: float) -> tuple[str, str]:
+        """Return what the rank waits for, and a possible reason."""
         what = self._waiting_for()
-        return f"rank {self._rank} has waited for {what or 'its data'} for {elapsed_s:.0f} s"
+        text = f"rank {self._rank} has waited for {what or 'its data'} for {elapsed_s:.0f} s"
+        return text, SLOW if what else HANG
 
     def _report(self, elapsed_s: float) -> str:
-        return f"{self._state(elapsed_s)}: perhaps {HANG}"
+        text, reason = self._state(elapsed_s)
+        return f"{text}: perhaps {reason}"
 
     def _error(self, elapsed_s: float) -> LostError:
+        text, reason = self._state(elapsed_s)
         factor = "" if self._factor == 1 else f"{self._factor} x "
         return LostError(
-            f"{self._state(elapsed_s)}, and was ended after {factor}health.stall_shutdown_s",
-            hint=f"{HANG}; set health.stall_shutdown_s higher if it is only slow",
+            f"{text}, and was ended after {factor}health.stall_shutdown_s",
+            hint=f"{reason}; set health.stall_shutdown_s higher if it is only slow",
         )
 
 

@@ -169,5 +169,9 @@ def test_files_are_indexed_inspected_and_verified_from_the_command_line(tmp_path
     assert (
         "data: 78 samples in 5 files" in cli("data", "index", str(job), *excluded, cwd=tmp_path, **env).stdout
     )
-    assert cli("data", "verify", str(job), *excluded, cwd=tmp_path, **env).returncode == 0
+    assert (
+        cli("data", "verify", str(job), *excluded, "--output", "more.txt", cwd=tmp_path, **env).returncode
+        == 0
+    )
+    assert (tmp_path / "more.txt").read_text() == (tmp_path / "broken.txt").read_text()
     assert x_of(3).shape == (4,)

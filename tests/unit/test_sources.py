@@ -12,13 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support.files import SIZES, WRITERS, decode, megatron, numbers_of, webdataset, x_of
+from support.files import SIZES, WRITERS, decode, json_lines, megatron, numbers_of, webdataset, x_of
 
 from horovod_train.config.data import Data
+from horovod_train.data import index
 from horovod_train.data.dataset import file_dataset, open_files, training_files
 from horovod_train.data.index import text_of
 from horovod_train.data.source import DataError
 from horovod_train.errors import HorovodTrainError, UserError
+from horovod_train.plugins.formats.json_lines import JsonLines
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
 
@@ -422,9 +424,49 @@ class TestFunctions:
             4,
             *range(12, 19),
         ]
+        listed.write_text("train-002.tar\ntrain-000.tar\t1\n")  # names begin at the folder of the file
+        assert len(files_of(source, files, exclude=str(listed))) == len(found)
         listed.write_text(f"{tmp_path}/no.tar\n")
         with pytest.raises(UserError, match=r"no\.tar does not exist"):
             files_of(source, files, exclude=str(listed))
+
+
+class TestChangedFiles:
+    @pytest.mark.parametrize("sampled", [{}, {"sampling": {"length": "LENGTH"}}], ids=["plain", "lengths"])
+    def test_only_new_and_changed_files_are_read_again(
+        self, tmp_path, files_of, monkeypatch, caplog, sampled
+    ):
+        source, files = json_lines(tmp_path)
+        if sampled:
+            (tmp_path / "functions.py").write_text("def length(sample):\n    return sample['id'] + 1\n")
+            sampled = {"sampling": {"length": f"{tmp_path}/functions.py:length"}}
+        monkeypatch.setattr(index, "LISTED_AGAIN_S", 0.0)
+        read = []
+        rows = JsonLines.rows
+        monkeypatch.setattr(JsonLines, "rows", lambda self, file: read.append(file.name) or rows(self, file))
+        first = files_of(source, files, **sampled)
+        assert len(read) == 5
+        read.clear()
+        before = [first.index.rows(file).tolist() for file in range(5)]
+        lengths = first.index.lengths().tolist() if sampled else None
+        (tmp_path / "train-002.jsonl").write_text('{"id": 3}\n')
+        (tmp_path / "train-009.jsonl").write_text('{"id": 9}\n')
+        (tmp_path / "train-001.jsonl").unlink()
+
+        second = files_of(source, files, **sampled)
+        assert sorted(read) == ["train-002.jsonl", "train-009.jsonl"]
+        assert "2 of 5 files are new, or have changed: " in caplog.text
+        assert second.index.sizes.tolist() == [5, 1, 1, 6, 1]
+        kept = [second.index.rows(file).tolist() for file in (0, 2, 3)]
+        assert kept == [before[0], before[3], before[4]]
+        assert [sample["id"] for sample in second.__getitems__(range(14))] == [
+            *range(5),
+            3,
+            *range(12, 19),
+            9,
+        ]
+        if sampled:
+            assert second.index.lengths().tolist() == [*lengths[:5], 4, *lengths[12:], 10]
 
 
 KEEP = """

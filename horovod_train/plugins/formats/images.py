@@ -82,7 +82,8 @@ class ImageFolder(Source):
         if sample["class"] not in self.classes:
             raise UserError(
                 f"the class {sample['class']!r} is none of those of the training data",
-                hint="set data.source_args.classes to the names of all classes",
+                hint="set data.source_args.classes to the names of all classes, which are folders of images: "
+                "files: train/*/*",
             )
         return image_array(sample["image"]), self.classes.index(sample["class"])
 

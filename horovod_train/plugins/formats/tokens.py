@@ -87,6 +87,10 @@ class Tokens(Source):
         """Open a local file."""
         return _Windows(np.asarray(self._tokens(file)), rows, self.length, self.pad)
 
+    def decode(self, sample: Any) -> Any:
+        """Return the numbers as 64-bit integers, which embeddings of all frameworks take."""
+        return sample.astype(np.int64)
+
     def _tokens(self, file: Path) -> npt.NDArray[Any]:
         if file.suffix == ".npy":
             return mapped_array(file)
