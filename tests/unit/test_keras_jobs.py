@@ -55,6 +55,42 @@ for nesterov in (False, True):
         np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6, atol=1e-6)
 """
 )
+ACCUMULATION = (
+    PRELUDE
+    + """
+from horovod_train.collectives.base import SingleRank
+from horovod_train.plugins.frameworks.variables import VariablesReplica
+
+def replica(num_micro_batches, scaled):
+    keras.utils.set_random_seed(0)
+    keras.backend.clear_session()
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.1, gradient_accumulation_steps=num_micro_batches)
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
+    optimizer.build(model.trainable_variables)
+    return VariablesReplica(model, optimizer, SingleRank(), [])
+
+def step(replica, number, num_micro_batches):
+    for part in np.split(np.random.RandomState(number).randn(6, 3), num_micro_batches or 1):
+        gradients = [part.mean(0)[:2, None], part.mean(0)[2:]]
+        scale = replica.optimizer.scale_loss(1.0) if hasattr(replica.optimizer, "scale_loss") else 1.0
+        replica.optimizer.apply(
+            [keras.ops.convert_to_tensor(g.astype(np.float32)) * scale for g in gradients],
+            replica.model.trainable_variables,
+        )
+
+for scaled in (False, True):
+    whole, changing = replica(None, scaled), replica(None, scaled)
+    for number, num_micro_batches in enumerate([None, 2, 2, 3, 6, None, 2]):
+        step(whole, number, None)
+        following = replica(num_micro_batches, scaled)
+        following.load_state(changing.state(copy=True))
+        changing = following
+        step(changing, number, num_micro_batches)
+    for one, other in zip(whole.model.variables, changing.model.variables):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
+"""
+)
 ALLOCATOR = (
     PRELUDE
     + """
@@ -281,6 +317,10 @@ def test_what_compile_says_is_refused_where_it_would_train_wrong():
 @pytest.mark.parametrize("back_end", ["tensorflow", "torch"])
 def test_gradients_of_different_variables_have_exchanges_of_different_names(back_end):
     run(UNUSED, back_end)
+
+
+def test_checkpoints_continue_with_another_number_of_micro_batches():
+    run(ACCUMULATION, "torch")
 
 
 @pytest.mark.parametrize("back_end", ["tensorflow", "torch", "jax"])

@@ -91,6 +91,24 @@ def load_blobs(variables: Mapping[str, Variable], blobs: Mapping[str, ArrayBlob]
         variable.assign(from_blob(blobs[name]))
 
 
+def variables_of(optimizer: Any) -> dict[str, Variable]:
+    """Return the variables of a Keras optimizer that a checkpoint contains, by name.
+
+    Sums of gradients over micro-batches are zero between steps, and are not among them.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    sums = {id(each) for each in getattr(inner, "_accumulated_gradients", ())}
+    return {name: each for name, each in named(optimizer.variables).items() if id(each) not in sums}
+
+
+def counts_of(optimizer: Any) -> tuple[set[str], int]:
+    """Return the names of the variables that count micro-batches, and the number of them in a step."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    counts = {id(getattr(each, "_iterations", None)) for each in (optimizer, inner)}
+    names = {name for name, each in named(optimizer.variables).items() if id(each) in counts}
+    return names, getattr(inner, "gradient_accumulation_steps", None) or 1
+
+
 def correct_momentum(optimizer: Any, lr: float) -> None:
     """Multiply the momentum of a Keras SGD optimizer by (new rate / current rate), before the rate is set.
 
@@ -247,10 +265,16 @@ class VariablesReplica(IdenticalReplica):
     def state(self, *, copy: bool) -> ReplicaState:
         """Return a copy of the state."""
         self.fetch_variables()
+        counts, num_micro_batches = counts_of(self.optimizer)
+        optimizer = {
+            name: to_blob(variable.numpy() // num_micro_batches if name in counts else variable.numpy().copy())
+            for name, variable in variables_of(self.optimizer).items()
+        }
         return ReplicaState(
             model=blobs_of(named(shared_state(self.model))),
-            optimizer=blobs_of(named(self.optimizer.variables)),
-            optimizer_tree={"class": type(self.optimizer).__name__},
+            optimizer=optimizer,
+            # On other numbers of ranks, a step may have another number of micro-batches.
+            optimizer_tree={"class": type(self.optimizer).__name__, "iterations": "steps"},
             scaler=self.scale.state(),
         )
 
@@ -262,7 +286,14 @@ class VariablesReplica(IdenticalReplica):
         """
         check_same_optimizer(state, self.optimizer)
         load_blobs(named(shared_state(self.model)), state.model, "model")
-        load_blobs(named(self.optimizer.variables), state.optimizer, "optimizer")
+        if state.optimizer_tree.get("iterations") == "steps":
+            variables = variables_of(self.optimizer)
+            counts, num_micro_batches = counts_of(self.optimizer)
+        else:  # of version 0.1.0
+            variables, counts, num_micro_batches = named(self.optimizer.variables), set(), 1
+        load_blobs(variables, state.optimizer, "optimizer")
+        for name in counts:
+            variables[name].assign(variables[name].numpy() * num_micro_batches)
         self.scale.load_state(state.scaler)
 
     def num_parameters(self) -> int:
