@@ -266,10 +266,9 @@ class VariablesReplica(IdenticalReplica):
         """Return a copy of the state."""
         self.fetch_variables()
         counts, num_micro_batches = counts_of(self.optimizer)
-        optimizer = {
-            name: to_blob(variable.numpy() // num_micro_batches if name in counts else variable.numpy().copy())
-            for name, variable in variables_of(self.optimizer).items()
-        }
+        optimizer = blobs_of(variables_of(self.optimizer))
+        for name in counts:
+            optimizer[name] = to_blob(from_blob(optimizer[name]) // num_micro_batches)
         return ReplicaState(
             model=blobs_of(named(shared_state(self.model))),
             optimizer=optimizer,
