@@ -18,6 +18,7 @@ from threading import Timer
 from time import monotonic, strftime
 
 from horovod_train.collectives.base import Communicator, Mesh, broadcast_json
+from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.arguments import axes_of, for_ranks
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
@@ -31,10 +32,10 @@ from horovod_train.health.comparisons import check_world
 from horovod_train.health.watches import (
     DataWatch,
     DeviceWatch,
+    Heartbeat,
     JoinWatch,
     PeerWatch,
     heartbeat_dir,
-    start_heartbeat,
 )
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
@@ -56,6 +57,8 @@ MAX_TRACEBACK_CHARS = 1800
 MAX_MESSAGE_CHARS = 1000
 MAX_CLOSE_S = 10.0
 """Maximum time to close communication after a failure."""
+Callbacks = tuple[Callable[[str], None], Callable[[HorovodTrainError], None]]
+"""Functions of watchdogs: print a warning, and end this rank with an error."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,7 @@ def main(options: WorkerOptions) -> int:
     request.listen()
     _log_to(reporter)
     folder = heartbeat_dir(os.environ)
-    if folder is not None:
-        start_heartbeat(folder, rank_hint)
+    heartbeat = None if folder is None else Heartbeat(folder, rank_hint)
     try:
         refuse_other_launchers(os.environ)
         # `horovod-train run` has already applied overrides from environment variables.
@@ -100,7 +102,7 @@ def main(options: WorkerOptions) -> int:
 
                 run_script(job, options.run_id, reporter, stack)
             else:
-                run_rank(job, options, request, reporter, stack)
+                run_rank(job, options, request, reporter, stack, heartbeat)
     except BaseException as error:  # noqa: BLE001  (a task may raise any exception; it is reported here)
         return _report_end(error, reporter)
     finally:
@@ -111,7 +113,12 @@ def main(options: WorkerOptions) -> int:
 
 
 def run_rank(
-    job: Job, options: WorkerOptions, request: PreemptionRequest, reporter: Reporter, stack: ExitStack
+    job: Job,
+    options: WorkerOptions,
+    request: PreemptionRequest,
+    reporter: Reporter,
+    stack: ExitStack,
+    heartbeat: Heartbeat | None = None,
 ) -> None:
     """Initialize communication, train, and report the result. ``stack`` closes all services.
 
@@ -146,7 +153,7 @@ def run_rank(
     run = make_run(job, mesh, *framework.prepare(job, mesh))
     if isinstance(framework, HasDevice):
         watch_device(job, services.recorder, framework.gpu_uuid(), framework.device_memory)
-    watch_this_rank(job, framework, world, warn, end, stack)
+    watch_this_rank(run, framework, (warn, end), stack, heartbeat)
     check_data(run)
     run.replica.broadcast()
     # Random numbers from here on (dropout) differ between ranks, but not within a model-parallel group.
@@ -155,20 +162,22 @@ def run_rank(
     run.restore = lambda step: restore_from(run, manager.at(step), framework)
 
     run.hooks += services.hooks(
-        framework=framework,
-        manager=manager,
-        is_preempted=lambda: request.is_received,
+        framework=framework, manager=manager, is_preempted=lambda: request.is_received,
         report_interval_s=0.2 if options.as_events else 5.0,
-    )
+    )  # fmt: skip
     if world.rank == 0:
         services.report_started(run)
-    before, started = run.progress.epochs_passed, monotonic()
+    before, started_s = run.progress.epochs_passed, monotonic()
     train_all(framework, run)
     manager.close()
     if world.rank == 0:
-        num_samples = (run.progress.epochs_passed - before) * run.progress.order.num_samples
-        checkpoint = str(manager.directory / f"step-{run.progress.step:012d}")
-        services.report_summary(run, monotonic() - started, num_samples, checkpoint)
+        report_end(run, services, before, monotonic() - started_s, manager.directory)
+
+
+def report_end(run: Run, services: RankServices, before: float, seconds: float, checkpoints: Path) -> None:
+    """Report the result of training, which began after ``before`` epochs."""
+    num_samples = (run.progress.epochs_passed - before) * run.progress.order.num_samples
+    services.report_summary(run, seconds, num_samples, str(checkpoints / f"step-{run.progress.step:012d}"))
 
 
 class CloseAfterFailure:
@@ -203,25 +212,35 @@ def _leave(exit_code: int) -> None:
 
 
 def watch_this_rank(
-    job: Job,
-    framework: Framework,
-    world: Communicator,
-    warn: Callable[[str], None],
-    end: Callable[[HorovodTrainError], None],
-    stack: ExitStack,
+    run: Run, framework: Framework, callbacks: Callbacks, stack: ExitStack, heartbeat: Heartbeat | None
 ) -> None:
-    """Start watchdogs for a hung GPU and for a data stall of this rank."""
+    """Start watchdogs for a hung GPU and for a data stall; let the heartbeat say what this rank does."""
+    job, world, (warn, end) = run.job, run.world, callbacks
+    if heartbeat is not None:
+        heartbeat.step, heartbeat.describe = lambda: run.progress.step, lambda: what_it_does(world)
+        heartbeat.waiting_since_s = lambda: world.waiting_since_s
     if isinstance(framework, HasDevice) and world.size > 1 and framework.gpu_uuid():
         stack.callback(DeviceWatch(world, job.health, warn, end).close)
     stack.callback(DataWatch(world, job.health, lambda: WAITING.since_s, what_is_awaited, warn, end).close)
 
 
+def what_it_does(world: Communicator) -> dict[str, object]:
+    """Return for what this rank waits, and its last collectives, for a report about a hang."""
+    now_s = monotonic()
+    found: dict[str, object] = {}
+    entry, since_s = world.waiting_in, world.waiting_since_s
+    if entry is not None and since_s is not None:
+        found |= {"waits": str(entry), "waits_s": now_s - since_s}
+    if (since_s := WAITING.since_s) is not None:
+        found |= {"data": WAITING.what(), "data_s": now_s - since_s}
+    if isinstance(world, HorovodCommunicator):
+        found["last"] = [[str(each), now_s - each.begun_s, each.ended_s] for each in world.log.entries()[-8:]]
+    return found
+
+
 def what_is_awaited() -> str:
     """Return the file for which this rank waits; empty: unknown."""
     return WAITING.what()
-
-
-Callbacks = tuple[Callable[[str], None], Callable[[HorovodTrainError], None]]
 
 
 def watchdog_callbacks(reporter: Reporter) -> Callbacks:
@@ -232,7 +251,7 @@ def watchdog_callbacks(reporter: Reporter) -> Callbacks:
         os._exit(error.exit_code)
 
     def warn(text: str) -> None:
-        reporter.report(Notice(text=text))
+        reporter.report(Notice(text=text, is_stall=True))
 
     return warn, end
 

@@ -75,6 +75,22 @@ class HostsLost(Event):
     why: str
 
 
+class Hang(Event):
+    """Ranks that do not go on, and what they do.
+
+    Attributes:
+        text: A sentence that names the ranks.
+        ranks: The ranks.
+        report: File with what all ranks do.
+    """
+
+    kind = "hang"
+
+    text: str
+    ranks: tuple[int, ...]
+    report: str
+
+
 class Started(Event):
     """Start of training; ``versions`` are those of the packages of rank 0, by name."""
 
@@ -231,11 +247,17 @@ class Resumed(Event):
 
 
 class Notice(Event):
-    """A message for the user."""
+    """A message for the user.
+
+    Attributes:
+        text: The message.
+        is_stall: A watchdog reports that this rank does not go on.
+    """
 
     kind = "notice"
 
     text: str
+    is_stall: bool = False
 
 
 class Preempted(Event):

@@ -28,6 +28,7 @@ from horovod_train.events.types import (
     Evaluation,
     Event,
     Failure,
+    Hang,
     Notice,
     Preempted,
     Progress,
@@ -59,6 +60,8 @@ def as_text(event: Event, rank: int) -> str | None:
         case Evaluation():
             found = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
             text = f"{f'step {event.step}' if event.is_within_epoch else f'epoch {event.epoch}'}: {found}"
+        case Hang():
+            text = f"warning: {event.text}\n  what all ranks do: {event.report}"
         case Resumed():
             text = f"resumed from {event.checkpoint}: epoch {event.epoch}, step {event.step}"
         case Summary():

@@ -26,6 +26,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -41,7 +42,9 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset, load_task_class
 from horovod_train.frameworks.plain_data import from_blob, to_blob
 from horovod_train.health.comparisons import check_same_data
+from horovod_train.horovod.mpi import number_of
 from horovod_train.system.processes import PREEMPTION_SIGNALS
+from horovod_train.system.stacks import dump_on_signal
 
 
 def mix(seed: int, rank: int, epoch: int) -> int:
@@ -247,6 +250,9 @@ def exit_with_rank(rank_pid: int) -> None:
     would never exit, and would keep the rank's output open. A rank that exits sends SIGTERM to its loaders
     and waits for them. SIGTERM from other processes is ignored; it is blocked, see ``start_loader_server``.
     """
+    folder = os.environ.get("HOROVOD_TRAIN_RUN")
+    if folder is not None:
+        dump_on_signal(Path(folder), number_of(os.environ, "rank", alone=0))
 
     def listen() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank_pid:

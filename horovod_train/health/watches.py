@@ -1,17 +1,18 @@
 """Watchdog threads of a rank: long waits for data, a device or other ranks, and heartbeats of other ranks.
 
     DataWatch, DeviceWatch, JoinWatch   watchdogs of long waits for data, of a GPU, and for ranks to join
-    start_heartbeat                     heartbeats of this rank, in a file
+    Heartbeat                           heartbeats of this rank, and what it does, in files
     PeerWatch                           heartbeats of other ranks, for jobs without agents
 
 Heartbeats are independent of MPI and Gloo. A frozen rank sends none. If a process is stopped, swaps, or is
 blocked in a network file system, its Horovod background thread is blocked, too, and so is Horovod's stall
 inspector. Therefore, each rank has a thread: if ``horovod-train run`` started the rank, that of
-``start_heartbeat``, otherwise that of ``PeerWatch``.
+``Heartbeat``, otherwise that of ``PeerWatch``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -26,8 +27,10 @@ import psutil
 
 from horovod_train.collectives.base import Communicator, DeviceWork, allgather_json, broadcast_json
 from horovod_train.config.schema import Health
-from horovod_train.errors import GpuError, HorovodTrainError, LostError, NcclError, PeerError
+from horovod_train.errors import GpuError, HorovodTrainError, LostError, NcclError, PeerError, result_of
+from horovod_train.system.files import write_atomic
 from horovod_train.system.processes import kill, own_identity
+from horovod_train.system.stacks import ASK_FILE, answer_file, dump_on_signal, threads_of_process
 
 INTERVAL_S = 0.5
 """Time between two checks for a wait."""
@@ -253,29 +256,61 @@ LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"  # noqa: S104  (the address by which other hosts reach this one is unknown)
 
 
-def start_heartbeat(folder: Path, rank: int) -> None:
-    """Start a thread that writes the time to a heartbeat file until the process exits.
+class Heartbeat:
+    """Thread that writes the time to a heartbeat file until the process exits, and says what this rank does.
 
-    If ``horovod-train run`` started the rank, the agent on the host reads the file
+    The file also has the time since when this rank waits in a collective, or zero.
+    If ``horovod-train run`` started the rank, the agent on the host reads the files
     (``launch/hosts/agent.py``).
 
-    The agent deletes the file when the process has ended: a rank may also freeze while it exits.
+    The agent deletes the heartbeat file when the process has ended: a rank may also freeze while it exits.
 
     Args:
         folder: The stage folder of the run on this host (``heartbeat_dir``).
         rank: This rank.
-    """
-    path = folder / heartbeat_file(rank, os.getpid())
 
-    def beat() -> None:
+    Attributes:
+        describe: Returns what this rank does, as plain values, for reports about hangs.
+        step: Returns the number of steps that are done.
+        waiting_since_s: Returns since when this rank waits in a collective; None: it does not.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.describe: Callable[[], Mapping[str, object]] = dict
+        self.step: Callable[[], int] = lambda: 0
+        self.waiting_since_s: Callable[[], float | None] = lambda: None
+        self._folder, self._rank = folder, rank
+        self._asked: object = self._ask()
+        dump_on_signal(folder, rank)
+        Thread(target=self._beat, daemon=True, name="heartbeat").start()
+
+    def _beat(self) -> None:
+        path = self._folder / heartbeat_file(self._rank, os.getpid())
+        step, since_s = self.step(), monotonic()
         # If the folder is missing or the disk is full, this rank is not monitored, but training continues.
         with suppress(OSError), path.open("wb", buffering=0) as file:
             while True:
                 # Time since boot: equal in all processes of the host, and unaffected by clock changes.
-                os.pwrite(file.fileno(), f"{monotonic():020.3f}\n".encode(), 0)
+                now_s = monotonic()
+                waiting_since_s = self.waiting_since_s() or 0.0
+                os.pwrite(file.fileno(), f"{now_s:020.3f} {waiting_since_s:020.3f}\n".encode(), 0)
+                if step != self.step():
+                    step, since_s = self.step(), now_s
+                if (asked := self._ask()) != self._asked:
+                    self._asked = asked
+                    self._answer(str(asked), now_s - since_s)
                 sleep(HEARTBEAT_INTERVAL_S)
 
-    Thread(target=beat, daemon=True).start()
+    def _ask(self) -> str | None:
+        return result_of((self._folder / ASK_FILE).read_text)[0]
+
+    def _answer(self, asked: str, step_s: float) -> None:
+        found, error = result_of(self.describe)
+        document = {
+            "asked": asked, "step": self.step(), "step_s": step_s, "stacks": threads_of_process(),
+            **(found if error is None and found is not None else {"error": str(error)}),
+        }  # fmt: skip
+        write_atomic(self._folder / answer_file(self._rank, os.getpid()), json.dumps(document))
 
 
 def heartbeat_file(rank: int, pid: int) -> str:

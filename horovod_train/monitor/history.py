@@ -26,6 +26,7 @@ from horovod_train.events.types import (
     Evaluation,
     Event,
     Failure,
+    Hang,
     HostsLost,
     Notice,
     Opened,
@@ -53,7 +54,7 @@ MAX_READ_BYTES = 32 * 2**20
 MAX_EVENTS = 500
 # Events that are marked on a time axis.
 MARKED = frozenset({
-    Attempt, CheckpointWritten, Evaluation, Failure, HostsLost, Notice, Opened, Preempted, Resumed,
+    Attempt, CheckpointWritten, Evaluation, Failure, Hang, HostsLost, Notice, Opened, Preempted, Resumed,
     ScriptDone, Stalled, Started, StateChanged, Summary,
 })  # fmt: skip
 

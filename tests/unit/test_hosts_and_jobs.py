@@ -29,7 +29,7 @@ from horovod_train.checks.hosts import can_read_memory
 from horovod_train.config.launch import HostSettings, Launch
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, UserError
-from horovod_train.health.watches import heartbeat_file, start_heartbeat
+from horovod_train.health.watches import Heartbeat, heartbeat_file
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
@@ -366,14 +366,14 @@ class TestCores:
 
 STOPS_WHILE_IT_ENDS = """
 import os, pathlib, signal, sys, time
-from horovod_train.health.watches import start_heartbeat
+from horovod_train.health.watches import Heartbeat
 
 class Last:
     def __del__(self, kill=os.kill, me=os.getpid(), stop=signal.SIGSTOP):
         kill(me, stop)
 
 last = Last()
-start_heartbeat(pathlib.Path(sys.argv[1]), 5)
+Heartbeat(pathlib.Path(sys.argv[1]), 5)
 time.sleep(2)
 """
 
@@ -486,8 +486,8 @@ class TestSignsOfLife:
         with subprocess.Popen([sys.executable, "-c", STOPS_WHILE_IT_ENDS, host.stage]) as process:
             file = host.stage / heartbeat_file(5, process.pid)
             wait_until(lambda: file.exists() and file.read_text())
-            first = float(file.read_text())
-            wait_until(lambda: float(file.read_text()) > first)
+            first = float(file.read_text().split()[0])
+            wait_until(lambda: float(file.read_text().split()[0]) > first)
             wait_until(lambda: psutil.Process(process.pid).status() == "stopped")
             host.unresponsive_ranks(0.3)
             time.sleep(0.4)
@@ -500,7 +500,7 @@ class TestSignsOfLife:
         assert not file.exists()
 
     def test_need_no_folder(self, tmp_path):
-        start_heartbeat(tmp_path / "gone", 0)
+        Heartbeat(tmp_path / "gone", 0)
 
 
 class TestHostGroup:

@@ -31,9 +31,11 @@ from typing import Any
 import psutil
 
 from horovod_train.checks.hosts import HostDetails, HostFacts, describe_host, examine_host
+from horovod_train.errors import result_of
 from horovod_train.events.file import ChannelReader
 from horovod_train.horovod.fingerprint import environment_fingerprint, printed_fingerprint
 from horovod_train.system.processes import cpu_wait_s, is_alive
+from horovod_train.system.stacks import ASK_FILE, DUMP_SIGNAL, answer_file, dump_file
 from horovod_train.version import __version__
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
@@ -53,6 +55,35 @@ class UnresponsiveRank:
     pid: int
     silent_s: float
     doing: str
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """A process of a rank, for a report about a hang.
+
+    Attributes:
+        rank: The rank.
+        pid: The process.
+        is_loader: It is a loader process of the rank.
+        state: State of the process, as psutil names it.
+        waits_in: Function of the kernel in which it waits; empty: none, or not known.
+        memory_bytes: Memory that it uses.
+        answer: What the rank says (JSON, see ``health/watches.py``); empty: it does not answer.
+        stacks: Text of faulthandler; empty: the process has not written any.
+    """
+
+    rank: int
+    pid: int
+    is_loader: bool
+    state: str
+    waits_in: str
+    memory_bytes: int
+    answer: str
+    stacks: str
+
+
+ANSWER_S, DUMP_S = 1.1, 0.3
+"""Longest waits for answers of ranks, and for stacks. A rank looks twice a second whether it is asked."""
 
 
 class HostActions:
@@ -143,10 +174,20 @@ class HostActions:
                     file.unlink()  # the PID may be reused later
                     continue
                 process = psutil.Process(pid)
-                silent_s = now_s - max(float(file.read_text()), self._busy_until_s(process, now_s))
+                beat_s = float(file.read_text().split()[0])
+                silent_s = now_s - max(beat_s, self._busy_until_s(process, now_s))
                 if silent_s >= limit_s:
                     found.append(UnresponsiveRank(rank, pid, silent_s, process.status()))
         return found
+
+    def longest_wait_s(self) -> float:
+        """Return for how long a rank of this host has waited in a collective; 0.0: none waits."""
+        longest_s = 0.0
+        for file in self.stage.glob("alive-*"):
+            with suppress(OSError, ValueError):
+                beat_s, since_s = map(float, file.read_text().split())
+                longest_s = max(longest_s, beat_s - since_s if since_s else 0.0)
+        return longest_s
 
     def rank_pids(self) -> list[tuple[int, int]]:
         """Return rank and PID of each rank that has started on this host."""
@@ -155,6 +196,55 @@ class HostActions:
                 rank, pid = map(int, file.name.split("-")[1:])
                 self._rank_pids.add((rank, pid))
         return sorted(self._rank_pids)
+
+    def processes_of_ranks(self) -> list[ProcessState]:
+        """Return what the ranks of this host, and their loader processes, do; takes up to 1.5 s."""
+        alive = {process.pid: process for process, _ in self._processes()}
+        ranks = {pid: rank for rank, pid in self.rank_pids() if pid in alive}
+        dumps = {}
+        for file in self.stage.glob("stacks-*"):
+            with suppress(ValueError):
+                rank, pid = map(int, file.name.split("-")[1:])
+                if pid in alive:
+                    dumps[pid] = rank
+        loaders = {pid: rank for pid, rank in dumps.items() if pid not in ranks}
+        asked = str(time.monotonic_ns())
+        (self.stage / ASK_FILE).write_text(asked)
+        stacks = self._dump(loaders)
+        deadline_s = time.monotonic() + ANSWER_S
+        answers: dict[int, str] = {}
+        while len(answers) < len(ranks) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+            for pid, rank in ranks.items():
+                with suppress(OSError, ValueError):
+                    text = (self.stage / answer_file(rank, pid)).read_text()
+                    if json.loads(text)["asked"] == asked:
+                        answers[pid] = text
+        stacks |= self._dump(
+            {pid: rank for pid, rank in ranks.items() if pid in dumps and pid not in answers}
+        )
+        found = []
+        for pid, rank in sorted((ranks | loaders).items(), key=lambda item: (item[1], item[0] not in ranks)):
+            with suppress(psutil.Error):
+                process = alive[pid]
+                found.append(
+                    ProcessState(
+                        rank, pid, pid in loaders, process.status(), _waits_in(pid),
+                        process.memory_info().rss, answers.get(pid, ""), stacks.get(pid, ""),
+                    )
+                )  # fmt: skip
+        return found
+
+    def _dump(self, processes: Mapping[int, int]) -> dict[int, str]:
+        """Let processes (ranks by PID) write their stacks, and return them by PID."""
+        files = {pid: self.stage / dump_file(rank, pid) for pid, rank in processes.items()}
+        for pid, file in files.items():
+            with suppress(OSError):
+                os.truncate(file, 0)
+                os.kill(pid, DUMP_SIGNAL)
+        if files:
+            time.sleep(DUMP_S)
+        return {pid: file.read_text(errors="replace") for pid, file in files.items() if file.exists()}
 
     def new_events(self) -> list[str]:
         """Return about 1 MiB at most of new events of this host's ranks; later calls return the rest."""
@@ -237,6 +327,11 @@ class HostActions:
                 variables = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
                 if mark in variables and is_alive(pid):
                     yield psutil.Process(pid), variables
+
+
+def _waits_in(pid: int) -> str:
+    found, _ = result_of(lambda: Path(f"/proc/{pid}/wchan").read_text())
+    return "" if found is None or found == "0" else found
 
 
 def _is_rank(process: psutil.Process, variables: set[bytes]) -> bool:

@@ -32,7 +32,7 @@ from pydantic import TypeAdapter
 from horovod_train.checks.hosts import HostFacts
 from horovod_train.config.launch import Ssh
 from horovod_train.errors import LaunchError, LostError
-from horovod_train.launch.hosts.agent import GREETING, HostActions, UnresponsiveRank
+from horovod_train.launch.hosts.agent import GREETING, HostActions, ProcessState, UnresponsiveRank
 from horovod_train.launch.hosts.hostlist import Chosen, Host
 from horovod_train.version import __version__
 
@@ -205,6 +205,7 @@ _SHELL_MESSAGES = (
 
 CALL_TIMEOUT_S = 25.0
 LOOK_TIMEOUT_S = 2.0
+DIAGNOSIS_TIMEOUT_S = 4.0
 MAX_AT_ONCE = 32
 Result = TypeVar("Result")
 Subject = TypeVar("Subject")
@@ -511,6 +512,23 @@ class HostGroup:
     def unresponsive_ranks(self, limit_s: float) -> dict[str, list[UnresponsiveRank]]:
         """Return the unresponsive ranks of each host that responds in time, by host name."""
         return self._of_each(HostActions.unresponsive_ranks, limit_s=limit_s)
+
+    def longest_wait_s(self) -> float:
+        """Return for how long a rank has waited in a collective; 0.0: none waits."""
+        return max(self._of_each(HostActions.longest_wait_s).values(), default=0.0)
+
+    def processes_of_ranks(self) -> dict[str, list[ProcessState]]:
+        """Return what the ranks of each host that responds in time do, by host name."""
+
+        def ask(connection: HostConnection) -> list[ProcessState]:
+            with suppress(EOFError, FutureTimeoutError, LaunchError):
+                return connection.submit(HostActions.processes_of_ranks).result(DIAGNOSIS_TIMEOUT_S)
+            return []
+
+        return {
+            connection.host.name: found
+            for connection, found in zip(self.connections, _all_at_once(ask, self.connections), strict=True)
+        }
 
     def ranks_by_pid(self) -> dict[int, int]:
         """Return the ranks of all hosts that respond in time by PID, those that have ended included.

@@ -12,17 +12,19 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Protocol
 
+from horovod_train.config.schema import Health
 from horovod_train.errors import LostError
-from horovod_train.events.types import Attempt, Event, HostsLost
+from horovod_train.events.types import Attempt, Event, Hang, HostsLost
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.agent import RUN_VARIABLE
-from horovod_train.launch.hosts.host_group import connect_all
+from horovod_train.launch.hosts.host_group import HostGroup, connect_all
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.staging import Mask, read_secrets, too_short_to_hide, without_secrets
 from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.supervise.follow import (
     Follower,
+    Frozen,
     Output,
     RankLogs,
     RunLog,
@@ -33,6 +35,7 @@ from horovod_train.launch.supervise.follow import (
     target_paths,
     watching_ranks,
 )
+from horovod_train.launch.supervise.hangs import Hangs
 from horovod_train.launch.supervise.outcome import Ended, Outcome, stopped_early
 from horovod_train.launch.supervise.preflight import prepare
 from horovod_train.launch.supervise.signals import (
@@ -98,7 +101,7 @@ def run_attempt(
         guard = stack.enter_context(guarded(request.stage))
         for name in too_short_to_hide(secrets):
             console.print(f"warning: launch.secrets.{name} is too short to be hidden in logs")
-        follow = AttemptOutput(request, plan, console, state, Mask(secrets.values()), followers)
+        follow = AttemptOutput(request, plan, console, state, Mask(secrets.values()), followers, record)
         stack.callback(follow.close)
         with interrupted_by_signals(lambda number: stopped_early(number, request.attempt), pending_signals):
             shell = partial(launcher.shell, request)
@@ -107,7 +110,7 @@ def run_attempt(
             prepare(hosts, request, environ, secrets, console)
         record(attempt_of(request))
         control = RunControl(hosts, state, guard, launch.grace_s)
-        watch = watching_ranks(hosts, request.job.health, follow.report_frozen, control.abort_frozen_ranks)
+        watch = follow.watching(hosts, request.job.health, control)
         events = fetching_events(hosts, follow.output.handle)
         with control.stopper.listening(), during_attempt(control.stopper.drain), watch, events:
             follow.note("")
@@ -141,12 +144,15 @@ class AttemptOutput:
         state: StateFile,
         mask: Mask,
         others: Sequence[Follower],
+        record: Callable[[Event], None],
     ) -> None:
         self._num_ranks = request.num_ranks
         self._console = console
         self._state = state
         self._log = LogFile(request.log_dir / LOG_FILE, self._record_log_error)
-        self.stalls = Stalls(self.note)
+        self._record = record
+        self.stalls = Stalls(self._report_stall)
+        self.hangs = Hangs(self.stalls, request.log_dir, self._show_hang)
         launch = request.job.launch
         is_script = request.job.framework == SCRIPT
         self.outcome = Outcome(self.stalls, LOG_FILE, launch.grace_s, request.attempt, is_script=is_script)
@@ -155,6 +161,7 @@ class AttemptOutput:
                 RunLog(self._log),
                 RankLogs(request.log_dir, self._record_log_error),
                 self.stalls,
+                self.hangs,
                 TargetFiles(target_paths(request), request.run_id, console.print),
                 self.outcome,
                 *others,
@@ -174,12 +181,44 @@ class AttemptOutput:
             "stopping" if is_leaving else "running", message="; ".join(filter(None, (what, text)))
         )
 
-    def report_frozen(self, text: str) -> None:
-        """Report the ranks without heartbeat; an empty text clears the report."""
+    def watching(self, hosts: HostGroup, health: Health, control: RunControl) -> AbstractContextManager[None]:
+        """Return a context in which ranks that hang are reported, and frozen ones are ended."""
+        self.hangs.hosts = hosts
+        abort = control.abort_frozen_ranks
+        return watching_ranks(hosts, health, self.report_frozen, abort, self.report_wait)
+
+    def report_frozen(self, frozen: Sequence[Frozen]) -> None:
+        """Report the ranks without heartbeat; if there are none, clear the report."""
+        text = "; ".join(map(str, frozen))
         if text:
             self._console.print(f"warning: {text}")
             self._log.write(f"warning: {text}")
-        self.note(text)
+            self.hangs.examine([each.rank for each in frozen])
+        self._note_hang(text)
+
+    def report_wait(self, is_long: bool) -> None:  # noqa: FBT001  (the only argument of a callback)
+        """Examine the ranks if one has waited too long for others."""
+        if is_long:
+            self.hangs.examine(())
+        else:
+            self.hangs.forget()
+            self.note("")
+
+    def _report_stall(self, text: str) -> None:
+        if text:
+            self.hangs.examine(())
+        self._note_hang(text)
+
+    def _note_hang(self, text: str) -> None:
+        if not text:
+            self.hangs.forget()
+        self.note(self.hangs.text or text)
+
+    def _show_hang(self, event: Hang) -> None:
+        self._console.show(event, 0)
+        self._log.write(f"warning: {event.text}; see {event.report}")
+        self._record(event)
+        self.note(event.text)
 
     def close(self) -> None:
         """Close logs and console."""

@@ -261,7 +261,10 @@ class Stalls(Follower):
     """Follower that tracks, in ``missing``, the collectives that a rank is missing from, by rank.
 
     ``report`` is called with a sentence when they change; with an empty text when no rank is missing.
+    ``diagnosis`` says what these ranks do; empty: it is not known.
     """
+
+    diagnosis = ""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self.missing: dict[int, str] = {}
@@ -350,27 +353,33 @@ def find_frozen(hosts: HostGroup, limit_s: float) -> list[Frozen]:
 def watching_ranks(
     hosts: HostGroup,
     health: Health,
-    report: Callable[[str], None],
+    report: Callable[[Sequence[Frozen]], None],
     abort_frozen_ranks: Callable[[Sequence[Frozen]], None],
+    report_wait: Callable[[bool], None] = lambda _: None,
 ) -> AbstractContextManager[None]:
     """Check the ranks of all hosts once a second while the block runs.
 
     Args:
         hosts: Hosts of the attempt.
         health: Time limits for the warning and for the end of the ranks.
-        report: Called with the frozen ranks when they change; with an empty text when all ranks respond.
+        report: Called with the frozen ranks when they change; with none when all ranks respond.
         abort_frozen_ranks: Called once, with the ranks that are frozen for ``stall_shutdown_s``.
+        report_wait: Called with whether a rank has waited in a collective for ``stall_warning_s``, if that
+            changes. Horovod's stall inspector notices it up to twice as late.
     """
     warning_s = max(health.stall_warning_s, MIN_SILENCE_S)
     shutdown_s = max(health.stall_shutdown_s, 2 * MIN_SILENCE_S)
 
     def look(over: threading.Event) -> None:
-        last_text = ""
+        last: list[str] = []
+        was_waiting = False
         while not over.wait(POLL_INTERVAL_S):
+            if (is_waiting := hosts.longest_wait_s() >= health.stall_warning_s) != was_waiting:
+                report_wait(was_waiting := is_waiting)
             frozen = find_frozen(hosts, warning_s)
-            text = "; ".join(map(str, frozen))
-            if text != last_text:
-                report(last_text := text)
+            if (now := list(map(str, frozen))) != last:
+                last = now
+                report(frozen)
             if lost := [each for each in frozen if each.silent_s >= shutdown_s]:
                 abort_frozen_ranks(lost)
                 return

@@ -1,0 +1,156 @@
+"""Ranks that do not go on are told from those that wait for them, in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from support.waiting import wait_until
+
+from horovod_train.launch.hosts.agent import RUN_VARIABLE, HostActions, ProcessState
+from horovod_train.launch.supervise.hangs import absent, report, sentence, states_of
+from horovod_train.system.stacks import parsed
+
+DUMPED = """Thread 0x00007f1 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/usr/lib/python3.11/threading.py", line 629 in wait
+
+Current thread 0x00007f2 (most recent call first):
+  File "/home/me/site-packages/numpy/core.py", line 7 in load
+  File "/home/me/task.py", line 41 in __getitem__
+  File "<frozen runpy>", line 88 in _run_code
+"""
+
+
+def process(rank, *, state="sleeping", is_loader=False, stacks="", answer=None, waits_in=""):
+    text = "" if answer is None else json.dumps({"step": 7, "step_s": 65.2, "stacks": [], **answer})
+    return ProcessState(rank, 100 + rank, is_loader, state, waits_in, 2**20, text, stacks)
+
+
+def waits(rank, where="bucket.0"):
+    return process(rank, answer={"waits": where, "waits_s": 60.0})
+
+
+def told(*processes, known=()):
+    states = states_of({"a": processes})
+    missing = absent(states, known)
+    return missing, sentence(states, missing)
+
+
+def test_stacks_of_faulthandler_are_read_with_the_main_thread_first():
+    main, other = parsed(DUMPED)
+
+    assert [str(frame) for frame in main.frames[:2]] == [
+        "load(), line 7 of /home/me/site-packages/numpy/core.py",
+        "__getitem__(), line 41 of /home/me/task.py",
+    ]
+    assert [frame.function for frame in other.frames] == ["wait", "wait"]
+    assert parsed("nothing") == []
+
+
+class TestARankThatDoesNotGoOn:
+    def test_is_where_its_own_code_is_and_not_a_library(self):
+        stacks = [["MainThread", [["/x/site-packages/a.py", 1, "f"], ["/me/task.py", 41, "__getitem__"]]]]
+        missing, text = told(waits(0), process(1, answer={"stacks": stacks}), waits(2))
+
+        assert missing == [1]
+        assert text == (
+            "rank 1 on a is in __getitem__(), line 41 of /me/task.py for 65 s, after step 7; waiting: "
+            "ranks 0, 2 in bucket.0"
+        )
+
+    def test_is_found_by_its_stack_if_it_does_not_answer(self):
+        _, text = told(waits(0), process(1, stacks=DUMPED))
+
+        assert text.startswith("rank 1 on a is in __getitem__(), line 41 of /home/me/task.py; waiting:")
+
+    @pytest.mark.parametrize(
+        ("found", "said"),
+        [
+            ({"state": "stopped"}, "is stopped (SIGSTOP)"),
+            ({"state": "tracing-stop"}, "is held by a debugger"),
+            (
+                {"state": "disk-sleep", "waits_in": "fuse_wait"},
+                "is disk-sleep (it waits in the kernel, in fuse_wait), and does not answer",
+            ),
+            ({"answer": {"data_s": 3.0, "data": "s3://a.tar"}}, "waits for s3://a.tar for 3 s, after step 7"),
+        ],
+    )
+    def test_is_told_with_the_state_of_its_process(self, found, said):
+        _, text = told(waits(0), process(1, **found))
+
+        assert text == f"rank 1 on a {said}; waiting: rank 0 in bucket.0"
+
+    def test_is_told_with_its_loader_that_hangs(self):
+        rank = process(0, answer={"data_s": 3.0})
+        _, text = told(rank, process(0, is_loader=True, stacks=DUMPED), known=[0])
+
+        assert text == (
+            "rank 0 on a waits for its data: its loader process 100 is in __getitem__(), line 41 of "
+            "/home/me/task.py for 3 s, after step 7"
+        )
+
+    def test_is_the_one_in_another_collective_than_most(self):
+        missing, text = told(waits(0), waits(1, "mine"), waits(2), known=[0, 2])
+
+        assert missing == [1]
+        assert text == "rank 1 on a waits in mine for 60 s, after step 7; waiting: ranks 0, 2 in bucket.0"
+
+    def test_may_be_on_a_host_that_does_not_answer(self):
+        missing, text = told(waits(0), waits(1), known=[3])
+
+        assert missing == [3]
+        assert text.startswith("rank 3 does not answer; waiting: ranks 0-1 in")
+
+    def test_is_what_others_say_where_collectives_are_not_known(self):
+        missing, text = told(*(process(rank) for rank in range(9)), known=[3, 4, 5, 6])
+
+        assert missing == [3, 4, 5, 6]
+        assert text.endswith("and 1 more ranks")
+
+
+RANK = """
+import ctypes, os, sys, threading, time
+from pathlib import Path
+from horovod_train.health.watches import Heartbeat
+beat = Heartbeat(Path(os.environ["HOROVOD_TRAIN_RUN"]), 5)
+beat.step, beat.describe = lambda: 3, lambda: {"waits": "bucket.0", "waits_s": 1.5}
+def hold():
+    lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex)
+    lock(mutex)
+def sleep():
+    time.sleep(600)
+print("ready", flush=True)
+time.sleep(0.6)
+{"hold": hold, "sleep": sleep}[sys.argv[1]]()
+"""
+
+
+@pytest.mark.parametrize("way", ["sleep", "hold"])
+def test_a_rank_tells_what_it_does_also_while_a_library_holds_the_gil(tmp_path, way):
+    env = {**os.environ, RUN_VARIABLE: str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", RANK, way], env=env, stdout=subprocess.PIPE) as rank:
+        host = HostActions(str(tmp_path))
+        try:
+            assert rank.stdout.readline() == b"ready\n"
+            wait_until(lambda: host.rank_pids() == [(5, rank.pid)])
+
+            def state():
+                return states_of({"a": host.processes_of_ranks()})[5]
+
+            wait_until(lambda: f"    {way}(), line" in report({5: state()}, ""))
+            found = state()
+            assert bool(found.process.answer) == (way == "sleep")
+            text = report({5: found}, "the sentence")
+            assert re.search(rf"rank 5 on a: process {rank.pid}, sleeping", text)
+            assert re.search(rf"    {way}\(\), line \d+ of <string>", text)
+            if way == "sleep":
+                assert (found.answer.step, found.waits) == (3, "bucket.0")
+                assert "waits in bucket.0 for 2 s" in text
+        finally:
+            rank.kill()
