@@ -115,7 +115,19 @@ class EngineError(OperationalError):
 
 
 class LaunchError(OperationalError):
-    """The ranks could not be started, or failed without a known cause."""
+    """The ranks could not be started, or failed.
+
+    Attributes:
+        hosts: The failed hosts; empty: unknown, or none.
+        step: Number of steps that were done; None: unknown.
+        has_saved: Whether the ranks wrote a checkpoint after they were started.
+        was_stopped: A signal to the launcher has ended the job.
+    """
+
+    hosts: Sequence[str] = ()
+    step: int | None = None
+    has_saved = False
+    was_stopped = False
 
 
 class ServerError(OperationalError):
@@ -149,9 +161,6 @@ class LostError(LaunchError):
     """
 
     cause = "lost"
-
-    has_saved = False
-    """Whether the ranks wrote a checkpoint after they were started."""
 
     def __init__(self, message: str, *, hint: str = "", hosts: Sequence[str] = ()) -> None:
         super().__init__(message, hint=hint)

@@ -153,7 +153,7 @@ def run_rank(
     run = make_run(job, mesh, *framework.prepare(job, mesh))
     if isinstance(framework, HasDevice):
         watch_device(job, services.recorder, framework.gpu_uuid(), framework.device_memory)
-    watch_this_rank(run, framework, (warn, end), stack, heartbeat)
+    watch_this_rank(run, framework, services, heartbeat)
     check_data(run)
     run.replica.broadcast()
     # Random numbers from here on (dropout) differ between ranks, but not within a model-parallel group.
@@ -212,10 +212,12 @@ def _leave(exit_code: int) -> None:
 
 
 def watch_this_rank(
-    run: Run, framework: Framework, callbacks: Callbacks, stack: ExitStack, heartbeat: Heartbeat | None
+    run: Run, framework: Framework, services: RankServices, heartbeat: Heartbeat | None
 ) -> None:
-    """Start watchdogs for a hung GPU and for a data stall; let the heartbeat say what this rank does."""
-    job, world, (warn, end) = run.job, run.world, callbacks
+    """Start watchdogs for a hung GPU and a data stall; let errors and heartbeat say what this rank does."""
+    job, world, stack = run.job, run.world, services.stack
+    warn, end = watchdog_callbacks(services.reporter)
+    services.reporter.step = lambda: run.progress.step
     if heartbeat is not None:
         heartbeat.step, heartbeat.describe = lambda: run.progress.step, lambda: what_it_does(world)
         heartbeat.waiting_since_s = lambda: world.waiting_since_s
@@ -316,6 +318,7 @@ def _report_failure(error: BaseException, reporter: Reporter) -> int:
             is_cause=not isinstance(error, PeerError),
             exit_code=code,
             cause=error.cause if isinstance(error, HorovodTrainError) else "task",
+            step=None if reporter.step is None else reporter.step(),
         )
     )
     if text and not reporter.as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, StringConstraints, create_model
+from pydantic import BaseModel, Field, StringConstraints, create_model, field_validator
 
 from horovod_train.config.fields import (
     Count,
@@ -115,6 +115,33 @@ class Elastic(Section):
     """Maximum number of consecutive failures without a new checkpoint."""
 
 
+class Restarts(Section):
+    """Start the ranks again after a failure, from the newest checkpoint.
+
+    Not after errors of the configuration, exhausted memory, numbers that are not finite, or if the task
+    raises the same error after the same step twice. A host that has failed twice is not used again; hosts
+    beyond ``num_ranks`` are spares.
+    """
+
+    max: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    """Maximum number of restarts within ``window_h``."""
+
+    window_h: Annotated[float, Field(gt=0, le=1e6)] = 24.0
+    """Time for which a failure counts, in hours."""
+
+    backoff_s: Annotated[list[Seconds], Field(min_length=2, max_length=2)] = [5.0, 300.0]
+    """Shortest and longest pause before a restart, in seconds; it doubles with each failure without a new
+    checkpoint."""
+
+    @field_validator("backoff_s")
+    @classmethod
+    def _is_in_order(cls, value: list[float]) -> list[float]:
+        """Require the shortest pause first."""
+        if value[0] > value[1]:
+            raise ValueError("must have the shortest pause first")
+        return value
+
+
 class LaunchFields(Section):
     """Number of ranks, hosts and launcher."""
 
@@ -145,6 +172,9 @@ class LaunchFields(Section):
 
     elastic: Elastic | None = None
     """Continue when hosts are lost or added; null: the job ends when a host is lost."""
+
+    restarts: Restarts | None = None
+    """Start the ranks again after a failure; null: a failure ends the job, or ``elastic`` decides."""
 
     ship_code: bool = False
     """Copy the folder of the task's file to the hosts; false: it must exist there at the same path."""

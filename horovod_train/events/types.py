@@ -75,6 +75,24 @@ class HostsLost(Event):
     why: str
 
 
+class Restart(Event):
+    """Another start of the ranks after a failure, by ``launch.restarts``.
+
+    Attributes:
+        number: Number of failures within ``window_h``, this one included.
+        most: The setting ``max``.
+        pause_s: Time until the start.
+        reason: The failure.
+    """
+
+    kind = "restart"
+
+    number: int
+    most: int
+    pause_s: float
+    reason: str
+
+
 class Hang(Event):
     """Ranks that do not go on, and what they do.
 
@@ -337,6 +355,7 @@ class Failure(Event):
         is_cause: False for a ``PeerError``, which is a consequence of another rank's failure.
         exit_code: Exit code of the rank.
         cause: Kind of the failure (``HorovodTrainError.cause``); empty: written by an older version.
+        step: Number of steps that were done; None: unknown.
     """
 
     kind = "failure"
@@ -347,6 +366,7 @@ class Failure(Event):
     is_cause: bool
     exit_code: int
     cause: str = ""
+    step: int | None = None
 
 
 KINDS: Mapping[str, type[Event]] = {each.kind: each for each in Event.__subclasses__()}

@@ -32,6 +32,7 @@ from horovod_train.events.types import (
     Notice,
     Preempted,
     Progress,
+    Restart,
     Resumed,
     ScriptDone,
     Stalled,
@@ -60,6 +61,8 @@ def as_text(event: Event, rank: int) -> str | None:
         case Evaluation():
             found = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
             text = f"{f'step {event.step}' if event.is_within_epoch else f'epoch {event.epoch}'}: {found}"
+        case Restart():
+            text = f"restart {event.number} of {event.most} in {event.pause_s:g} s, after: {event.reason}"
         case Hang():
             text = f"warning: {event.text}\n  what all ranks do: {event.report}"
         case Resumed():
@@ -226,6 +229,7 @@ class Reporter:
         channel: Channel for JSON lines, instead of ``stream``.
         observers: Called with each event; they must not block.
         exit_code: Exit code of this rank, once its failure is reported.
+        step: Returns the number of steps that are done; None: training has not begun.
     """
 
     rank: int
@@ -235,6 +239,7 @@ class Reporter:
     channel: ChannelWriter | None = None
     observers: list[Callable[[Event], None]] = field(default_factory=list)
     exit_code: int | None = None
+    step: Callable[[], int] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def report(self, event: Event) -> None:

@@ -33,6 +33,7 @@ from horovod_train.events.types import (
     Preempted,
     Progress,
     RankTimes,
+    Restart,
     Resumed,
     ScriptDone,
     Stalled,
@@ -54,8 +55,8 @@ MAX_READ_BYTES = 32 * 2**20
 MAX_EVENTS = 500
 # Events that are marked on a time axis.
 MARKED = frozenset({
-    Attempt, CheckpointWritten, Evaluation, Failure, Hang, HostsLost, Notice, Opened, Preempted, Resumed,
-    ScriptDone, Stalled, Started, StateChanged, Summary,
+    Attempt, CheckpointWritten, Evaluation, Failure, Hang, HostsLost, Notice, Opened, Preempted,
+    Restart, Resumed, ScriptDone, Stalled, Started, StateChanged, Summary,
 })  # fmt: skip
 
 

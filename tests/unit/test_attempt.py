@@ -569,10 +569,10 @@ class TestWhileRanksRun:
     def test_that_is_elastic_goes_on_when_hosts_come_and_go(self, run, monkeypatch):
         carried = []
 
-        def run_elastic(launcher, request, elastic, console, state, asked, followers, record):
-            carried.append((elastic.min_ranks, state.read().state, list(asked)))
+        def run_again(launcher, request, console, state, asked, followers, record):
+            carried.append((request.job.launch.elastic.min_ranks, state.read().state, list(asked)))
 
-        monkeypatch.setattr("horovod_train.launch.launchers.hosts.run_elastic", run_elastic)
+        monkeypatch.setattr("horovod_train.launch.launchers.hosts.run_again", run_again)
 
         assert run("raise SystemExit(7)", elastic={"min_ranks": 1, "max_ranks": 2}) == 0
 
@@ -581,7 +581,7 @@ class TestWhileRanksRun:
 
     def test_ranks_that_are_frozen_for_too_long_end_the_job(self, run, monkeypatch):
         @contextmanager
-        def watching(hosts, health, handle, abort_frozen_ranks):
+        def watching(hosts, health, handle, abort_frozen_ranks, report_wait):
             abort_frozen_ranks([Frozen(1, "here", 4711, 12.3, "stopped")])
             yield
 

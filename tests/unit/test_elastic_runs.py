@@ -14,7 +14,7 @@ from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.submit import resolve
 from horovod_train.launch.supervise import elastic as module
-from horovod_train.launch.supervise.elastic import on_hosts, run_elastic
+from horovod_train.launch.supervise.elastic import on_hosts, run_again
 
 
 def lost(*hosts, has_saved=False):
@@ -66,7 +66,7 @@ def train(tmp_path, monkeypatch):
         run.request = request = resolve(job, "run-1")
         request.log_dir.mkdir(parents=True, exist_ok=True)
         run.console, run.state, run.starts = Shown(), StateFile(request.log_dir), starts
-        run_elastic(Plans(), request, elastic, run.console, run.state, pending_signals)
+        run_again(Plans(), request, run.console, run.state, pending_signals)
         return starts
 
     return run
@@ -120,7 +120,7 @@ def test_a_host_is_left_alone_for_longer_only_if_ranks_have_not_got_on(train, ha
     train(*[lost("a", has_saved=has_saved) for _ in range(3)])
 
     told = [line for line in train.console.lines if "is excluded" in line]
-    assert told == [f"elastic: a is excluded for {pause_s} s" for pause_s in pauses_s]
+    assert told == [f"a is excluded for {pause_s} s" for pause_s in pauses_s]
 
 
 def test_ranks_that_were_asked_to_leave_for_other_hosts_start_again_and_others_do_not(train):

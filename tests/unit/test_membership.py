@@ -168,7 +168,7 @@ def test_a_host_that_was_lost_is_told_with_its_pause(membership):
     found.mark_lost(["up2"])
     found.mark_lost(["up2"])
 
-    assert said == [f"elastic: up2 is excluded for {pause_s} s" for pause_s in (10, 20)]
+    assert said == [f"up2 is excluded for {pause_s} s" for pause_s in (10, 20)]
 
 
 def test_a_host_that_always_fails_is_left_alone_for_a_bounded_time(membership, monkeypatch):

@@ -43,7 +43,7 @@ from horovod_train.launch.hosts.hostlist import Host, as_argument
 from horovod_train.launch.jobs import LOG_FILE, StateFile, mark_cancelled
 from horovod_train.launch.mpi import environment, environment_of, mpi_of, start_of
 from horovod_train.launch.supervise.attempt import run_attempt
-from horovod_train.launch.supervise.elastic import run_elastic
+from horovod_train.launch.supervise.elastic import run_again
 from horovod_train.launch.supervise.follow import WriteEvents
 from horovod_train.launch.supervise.signals import deferred_signals
 from horovod_train.system.files import make_folder, write_atomic
@@ -95,11 +95,10 @@ class SupervisedLauncher(PolledLauncher):
         followers = [WriteEvents(events)]
         try:
             with deferred_signals() as pending_signals, state.touched():
-                if (elastic := request.job.launch.elastic) is not None:
+                launch = request.job.launch
+                if launch.elastic is not None or launch.restarts is not None:
                     plan.write_files()  # each attempt has its own plan
-                    run_elastic(
-                        self, request, elastic, console, state, pending_signals, followers, events.write
-                    )
+                    run_again(self, request, console, state, pending_signals, followers, events.write)
                 else:
                     run_attempt(
                         self,

@@ -1,15 +1,15 @@
-"""Elastic jobs: when hosts are lost or added, ranks restart from a checkpoint on the available hosts.
+"""Jobs whose ranks start again from a checkpoint: after failures, and when hosts are lost or added.
 
     wait for hosts -> start ranks -> done
           ^                |
-          +----------------+ a host was lost, or a rank was killed: resume from the newest checkpoint
+          +----------------+ a failure: resume from the newest checkpoint
           +----------------+ a host was added to or removed from the list: save, exit, start again
 
 The number of ranks never changes while ranks run. Horovod's own elastic mode changes it in process: it
 hangs when a host leaves gracefully and too few remain (Horovod issue 3494), loses and repeats samples
 (3143, 3399), and unpickles data from the network (CVE-2024-10190).
 
-    run_elastic            runs attempts until training has ended
+    run_again              runs attempts until training has ended
     Membership             hosts that the job can use: listed, reachable over ssh, and not in cooldown after
                            a failure
     discover, answering    hosts that a command lists, and those that accept ssh connections
@@ -20,7 +20,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.launch import Elastic
 from horovod_train.errors import LaunchError, LostError, PreemptedError, UserError
 from horovod_train.events.types import Event
+from horovod_train.events.wire import as_text
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_group import ssh_config
@@ -40,6 +41,7 @@ from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.supervise.attempt import RankLauncher, run_attempt
 from horovod_train.launch.supervise.follow import Follower
 from horovod_train.launch.supervise.outcome import stopped_between
+from horovod_train.launch.supervise.restarts import RestartPolicy
 from horovod_train.launch.supervise.signals import interrupted_by_signals
 from horovod_train.system.files import LogFile
 
@@ -47,6 +49,7 @@ PROBE_CONNECT_S = 3
 PROBE_TIMEOUT_S = 8.0
 DISCOVER_TIMEOUT_S = 10.0
 MAX_COUNTED_LOSSES = 4
+RESTARTS_FILE = "restarts.json"
 POLL_S = 0.2
 
 Report = Callable[[str], None]
@@ -62,6 +65,7 @@ class Membership:
         self._report = report
         self._not_before_s: dict[str, float] = {}
         self._losses: dict[str, int] = {}
+        self._excluded: set[str] = set()
         # Hosts are probed before the first plan writes its files.
         request.ssh_config.write_text(ssh_config(self._launch.ssh), encoding="utf-8")
 
@@ -73,7 +77,13 @@ class Membership:
             losses = self._losses[name] = min(self._losses.get(name, 0) + 1, MAX_COUNTED_LOSSES)
             pause_s = self._elastic.cooldown_s * 2 ** (losses - 1)
             self._not_before_s[name] = monotonic() + pause_s
-            self._report(f"elastic: {name} is excluded for {pause_s:g} s")
+            self._report(f"{name} is excluded for {pause_s:g} s")
+
+    def exclude(self, failed: Mapping[str, Sequence[str]]) -> None:
+        """Never use hosts again, because of the failures named."""
+        for name in failed.keys() - self._excluded:
+            self._excluded.add(name)
+            self._report(f"{name} is not used any more: {'; '.join(failed[name])}")
 
     def forget_losses(self) -> None:
         """Reset the loss counts of all hosts, which determine their cooldown, after progress."""
@@ -115,7 +125,8 @@ class Membership:
 
     def _wanted(self) -> tuple[list[str], str]:
         """Return the hosts to probe, and the error of the discovery command, if any."""
-        everybody, why = self._listed_hosts()
+        listed, why = self._listed_hosts()
+        everybody = [entry for entry in listed if name_of(entry) not in self._excluded]
         rested = self._outside_cooldown(everybody)
         # If the other hosts are too few, use those in cooldown, too.
         is_enough = sum(map(slots_of, rested)) >= self._elastic.min_ranks
@@ -235,10 +246,9 @@ def answering(entries: Sequence[str], ssh: Sequence[str], over: threading.Event)
     return [entry for entry in entries if entry not in probes or probes[entry].returncode == 0]
 
 
-def run_elastic(
+def run_again(
     launcher: RankLauncher,
     request: LaunchRequest,
-    elastic: Elastic,
     console: JobConsole,
     state: StateFile,
     pending_signals: Sequence[int],
@@ -249,8 +259,7 @@ def run_elastic(
 
     Args:
         launcher: Launcher whose command starts the ranks.
-        request: Request of the elastic job.
-        elastic: Settings of ``launch.elastic``.
+        request: Request of a job with ``launch.elastic`` or ``launch.restarts``.
         console: Console that shows the run.
         state: State file of the run.
         pending_signals: Signals received before handlers were installed.
@@ -259,7 +268,7 @@ def run_elastic(
 
     Raises:
         HorovodTrainError: The ranks failed, were preempted or were stopped; there were too few hosts for
-            ``wait_s``; or there were more than ``max_failures`` losses in a row without a checkpoint.
+            ``wait_s``; or there were too many failures.
     """
     log = LogFile(request.log_dir / LOG_FILE)
 
@@ -268,13 +277,15 @@ def run_elastic(
         log.write(text)
         log.close()  # the next call opens it again; attempts write the output of ranks to the same file
 
-    membership = Membership(request, elastic, report)
-    failures = 0
+    launch = request.job.launch
+    membership = Membership(request, launch.elastic or Elastic(min_ranks=launch.most_ranks), report)
+    recovery = Recovery(request, membership, report, record)
     for number in count():
         with interrupted_by_signals(stopped_between, pending_signals):
             hosts = membership.wait(lambda text: state.write("starting", message=f"waits for hosts: {text}"))
         attempt = on_hosts(request, hosts, number)
-        report(f"elastic: {attempt.num_ranks} ranks on {', '.join(host.name for host in attempt.hosts)}")
+        if launch.elastic is not None:
+            report(f"elastic: {attempt.num_ranks} ranks on {', '.join(host.name for host in attempt.hosts)}")
         during_attempt = partial(membership.watching, attempt)
         plan = launcher.plan(attempt)
         try:
@@ -286,18 +297,73 @@ def run_elastic(
             # job resumes.
             if error.stopped_by is not None:
                 raise
-            failures = 0
+            recovery.num_losses = 0
             membership.forget_losses()
-        except LostError as error:
-            failures = 0 if error.has_saved else failures + 1
-            _exclude_lost_hosts(error, failures, elastic, membership, report)
+        except LaunchError as error:
+            pause_s, text = recovery.after(error)
+            state.write("starting", message=text)
+            with interrupted_by_signals(stopped_between, pending_signals):
+                sleep(pause_s)
         else:
             return
+
+
+class Recovery:
+    """Prepares the next attempt after a failure.
+
+    Attributes:
+        num_losses: Number of losses of an elastic job in a row, without a new checkpoint.
+    """
+
+    def __init__(
+        self, request: LaunchRequest, membership: Membership, report: Report, record: Callable[[Event], None]
+    ) -> None:
+        launch = request.job.launch
+        self._elastic, self._policy = launch.elastic, None
+        if launch.restarts is not None:
+            self._policy = RestartPolicy(launch.restarts, request.log_dir / RESTARTS_FILE)
+        self._membership, self._report, self._record = membership, report, record
+        self.num_losses = 0
+
+    def after(self, error: LaunchError) -> tuple[float, str]:
+        """Exclude failed hosts; return the pause before the next attempt, in seconds, and a text about it.
+
+        Raises:
+            LaunchError: There is no next attempt.
+        """
+        if error.was_stopped:
+            raise error
+        if self._policy is None:
+            return 0.0, self._after_loss(error)
+        event = self._policy.after(error)
+        text = as_text(event, 0) or ""
+        self._record(event)
+        self._report(f"{error}\n{text}")
+        self._membership.mark_lost(error.hosts)
+        self._membership.exclude(self._policy.failed_hosts())
+        return event.pause_s, text
+
+    def _after_loss(self, error: LaunchError) -> str:
+        if not isinstance(error, LostError) or self._elastic is None:
+            raise error
+        self.num_losses = 0 if error.has_saved else self.num_losses + 1
+        if self.num_losses > self._elastic.max_failures:
+            raise _gave_up(error, self.num_losses) from error
+        if error.has_saved:
+            self._membership.forget_losses()
+        self._report(f"elastic: {error}")
+        self._membership.mark_lost(error.hosts)
+        self._report(
+            f"elastic: resuming from the newest checkpoint ({self.num_losses} consecutive losses without a "
+            "new checkpoint)"
+        )
+        return "a host or a rank was lost"
 
 
 def on_hosts(request: LaunchRequest, hosts: Sequence[str], number: int) -> LaunchRequest:
     """Return the request of attempt ``number`` on hosts (``host:slots``); no hosts: on this machine."""
     launch = request.job.launch
+    hosts = _needed(hosts, launch.most_ranks)
     names = set(map(name_of, hosts))
     # The ranks receive a job that is not elastic.
     changes = {
@@ -314,24 +380,14 @@ def on_hosts(request: LaunchRequest, hosts: Sequence[str], number: int) -> Launc
     )
 
 
-def _exclude_lost_hosts(
-    error: LostError, failures: int, elastic: Elastic, membership: Membership, report: Callable[[str], None]
-) -> None:
-    """Exclude lost hosts from the next attempts, for a cooldown.
-
-    Raises:
-        LostError: There were more than ``max_failures`` losses in a row.
-    """
-    if failures > elastic.max_failures:
-        raise _gave_up(error, failures) from error
-    if error.has_saved:
-        membership.forget_losses()
-    report(f"elastic: {error}")
-    membership.mark_lost(error.hosts)
-    report(
-        f"elastic: resuming from the newest checkpoint ({failures} consecutive losses without a new "
-        "checkpoint)"
-    )
+def _needed(hosts: Sequence[str], num_ranks: int) -> list[str]:
+    """Return the first hosts that together have enough slots; the others are spares."""
+    used: list[str] = []
+    for entry in hosts:
+        if sum(map(slots_of, used)) >= num_ranks:
+            break
+        used.append(entry)
+    return used
 
 
 def _gave_up(error: LostError, failures: int) -> LostError:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from signal import SIGTERM, SIGVTALRM
 
 from horovod_train.errors import (
+    GpuError,
     HorovodTrainError,
     LaunchError,
     LostError,
@@ -247,7 +248,10 @@ class Outcome(Follower):
         if ended.code == 0 and is_done and not self._causes:
             return
         if ended.stopped_by is not None:
-            raise self._explain_stop(ended.stopped_by)
+            stopped = self._explain_stop(ended.stopped_by)
+            if isinstance(stopped, LaunchError):
+                stopped.was_stopped = True
+            raise stopped
         if ended.frozen:
             raise self._lost(
                 f"{'; '.join(map(str, ended.frozen))}; the job was ended after health.stall_shutdown_s",
@@ -390,6 +394,9 @@ class Outcome(Follower):
             message = f"{message}\n{first.traceback.rstrip()}"
         error = LaunchError(message)
         error.cause = first.cause or error.cause
+        error.step, error.has_saved = first.step, self._has_saved
+        if error.cause == GpuError.cause:
+            error.hosts = hosts
         return _with_code(error, first.exit_code)
 
     def _lost(
