@@ -232,7 +232,7 @@ def what_it_does(world: Communicator) -> dict[str, object]:
     found: dict[str, object] = {}
     entry, since_s = world.waiting_in, world.waiting_since_s
     if entry is not None and since_s is not None:
-        found |= {"waits": str(entry), "waits_s": now_s - since_s}
+        found |= {"collective": str(entry), "collective_s": now_s - since_s}
     if (since_s := WAITING.since_s) is not None:
         found |= {"data": WAITING.what(), "data_s": now_s - since_s}
     if isinstance(world, HorovodCommunicator):

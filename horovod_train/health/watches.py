@@ -30,7 +30,7 @@ from horovod_train.config.schema import Health
 from horovod_train.errors import GpuError, HorovodTrainError, LostError, NcclError, PeerError, result_of
 from horovod_train.system.files import write_atomic
 from horovod_train.system.processes import kill, own_identity
-from horovod_train.system.stacks import ASK_FILE, answer_file, dump_on_signal, threads_of_process
+from horovod_train.system.stacks import REQUEST_FILE, answer_file, dump_on_signal, threads_of_process
 
 INTERVAL_S = 0.5
 """Time between two checks for a wait."""
@@ -280,7 +280,7 @@ class Heartbeat:
         self.step: Callable[[], int] = lambda: 0
         self.waiting_since_s: Callable[[], float | None] = lambda: None
         self._folder, self._rank = folder, rank
-        self._asked: object = self._ask()
+        self._request: object = self._read_request()
         dump_on_signal(folder, rank)
         Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
@@ -296,18 +296,18 @@ class Heartbeat:
                 os.pwrite(file.fileno(), f"{now_s:020.3f} {waiting_since_s:020.3f}\n".encode(), 0)
                 if step != self.step():
                     step, since_s = self.step(), now_s
-                if (asked := self._ask()) != self._asked:
-                    self._asked = asked
-                    self._answer(str(asked), now_s - since_s)
+                if (request := self._read_request()) != self._request:
+                    self._request = request
+                    self._answer(str(request), now_s - since_s)
                 sleep(HEARTBEAT_INTERVAL_S)
 
-    def _ask(self) -> str | None:
-        return result_of((self._folder / ASK_FILE).read_text)[0]
+    def _read_request(self) -> str | None:
+        return result_of((self._folder / REQUEST_FILE).read_text)[0]
 
-    def _answer(self, asked: str, step_s: float) -> None:
+    def _answer(self, request: str, step_s: float) -> None:
         found, error = result_of(self.describe)
         document = {
-            "asked": asked, "step": self.step(), "step_s": step_s, "stacks": threads_of_process(),
+            "request": request, "step": self.step(), "step_s": step_s, "stacks": threads_of_process(),
             **(found if error is None and found is not None else {"error": str(error)}),
         }  # fmt: skip
         write_atomic(self._folder / answer_file(self._rank, os.getpid()), json.dumps(document))

@@ -38,7 +38,7 @@ class Stack(NamedTuple):
     frames: Sequence[Frame]
 
 
-ASK_FILE = "what-do-you-do"
+REQUEST_FILE = "what-do-you-do"
 """An agent writes to this file to let the ranks of its host say what they do."""
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 """MPI libraries and batch systems use other signals."""

@@ -134,4 +134,6 @@ def test_with_a_channel_the_output_has_no_events(opened, tmp_path):
 
     assert output.getvalue() == ""
     (line,) = ChannelReader(tmp_path).read()
-    assert json.loads(line.removeprefix(MARK)) == {"kind": "notice", "rank": 0, "text": "x"}
+    assert json.loads(line.removeprefix(MARK)) == {
+        "kind": "notice", "rank": 0, "text": "x", "is_stall": False,
+    }  # fmt: skip

@@ -11,7 +11,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, PreemptedError
 from horovod_train.events.types import AllreduceTime
 from horovod_train.launch.submit import resolve
-from horovod_train.launch.supervise.follow import RecordEvents
+from horovod_train.launch.supervise.follow import Frozen, RecordEvents
 from horovod_train.launch.supervise.outcome import stopped_early
 
 
@@ -91,12 +91,13 @@ class TestFrozenRanks:
     def test_are_told_and_logged_and_forgotten(self, follow):
         run = follow()
 
-        run.following.report_frozen("rank 1 shows no sign of life")
-        run.following.report_frozen("")
+        frozen = Frozen(1, "here", 7, 60.0, "stopped")
+        run.following.report_frozen([frozen])
+        run.following.report_frozen([])
 
-        assert run.shown == "warning: rank 1 shows no sign of life\n"
-        assert run.log.read_text() == "warning: rank 1 shows no sign of life\n"
-        assert run.noted == ["rank 1 shows no sign of life", ""]
+        assert run.shown == f"warning: {frozen}\n"
+        assert run.log.read_text() == f"warning: {frozen}\n"
+        assert run.noted == [str(frozen), ""]
 
 
 class TestAKilledRank:

@@ -26,13 +26,13 @@ Current thread 0x00007f2 (most recent call first):
 """
 
 
-def process(rank, *, state="sleeping", is_loader=False, stacks="", answer=None, waits_in=""):
+def process(rank, *, state="sleeping", is_loader=False, stacks="", answer=None, kernel_function=""):
     text = "" if answer is None else json.dumps({"step": 7, "step_s": 65.2, "stacks": [], **answer})
-    return ProcessState(rank, 100 + rank, is_loader, state, waits_in, 2**20, text, stacks)
+    return ProcessState(rank, 100 + rank, is_loader, state, kernel_function, 2**20, text, stacks)
 
 
 def waits(rank, where="bucket.0"):
-    return process(rank, answer={"waits": where, "waits_s": 60.0})
+    return process(rank, answer={"collective": where, "collective_s": 60.0})
 
 
 def told(*processes, known=()):
@@ -74,7 +74,7 @@ class TestARankThatDoesNotGoOn:
             ({"state": "stopped"}, "is stopped (SIGSTOP)"),
             ({"state": "tracing-stop"}, "is held by a debugger"),
             (
-                {"state": "disk-sleep", "waits_in": "fuse_wait"},
+                {"state": "disk-sleep", "kernel_function": "fuse_wait"},
                 "is disk-sleep (it waits in the kernel, in fuse_wait), and does not answer",
             ),
             ({"answer": {"data_s": 3.0, "data": "s3://a.tar"}}, "waits for s3://a.tar for 3 s, after step 7"),
@@ -118,7 +118,7 @@ import ctypes, os, sys, threading, time
 from pathlib import Path
 from horovod_train.health.watches import Heartbeat
 beat = Heartbeat(Path(os.environ["HOROVOD_TRAIN_RUN"]), 5)
-beat.step, beat.describe = lambda: 3, lambda: {"waits": "bucket.0", "waits_s": 1.5}
+beat.step, beat.describe = lambda: 3, lambda: {"collective": "bucket.0", "collective_s": 1.5}
 def hold():
     lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
     lock(mutex)
@@ -150,7 +150,7 @@ def test_a_rank_tells_what_it_does_also_while_a_library_holds_the_gil(tmp_path, 
             assert re.search(rf"rank 5 on a: process {rank.pid}, sleeping", text)
             assert re.search(rf"    {way}\(\), line \d+ of <string>", text)
             if way == "sleep":
-                assert (found.answer.step, found.waits) == (3, "bucket.0")
+                assert (found.answer.step, found.collective) == (3, "bucket.0")
                 assert "waits in bucket.0 for 2 s" in text
         finally:
             rank.kill()

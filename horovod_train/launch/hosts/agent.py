@@ -35,7 +35,7 @@ from horovod_train.errors import result_of
 from horovod_train.events.file import ChannelReader
 from horovod_train.horovod.fingerprint import environment_fingerprint, printed_fingerprint
 from horovod_train.system.processes import cpu_wait_s, is_alive
-from horovod_train.system.stacks import ASK_FILE, DUMP_SIGNAL, answer_file, dump_file
+from horovod_train.system.stacks import DUMP_SIGNAL, REQUEST_FILE, answer_file, dump_file
 from horovod_train.version import __version__
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
@@ -66,7 +66,7 @@ class ProcessState:
         pid: The process.
         is_loader: It is a loader process of the rank.
         state: State of the process, as psutil names it.
-        waits_in: Function of the kernel in which it waits; empty: none, or not known.
+        kernel_function: Function of the kernel in which it waits; empty: none, or not known.
         memory_bytes: Memory that it uses.
         answer: What the rank says (JSON, see ``health/watches.py``); empty: it does not answer.
         stacks: Text of faulthandler; empty: the process has not written any.
@@ -76,14 +76,14 @@ class ProcessState:
     pid: int
     is_loader: bool
     state: str
-    waits_in: str
+    kernel_function: str
     memory_bytes: int
     answer: str
     stacks: str
 
 
 ANSWER_S, DUMP_S = 1.1, 0.3
-"""Longest waits for answers of ranks, and for stacks. A rank looks twice a second whether it is asked."""
+"""Longest waits for answers of ranks, and for stacks. A rank looks twice a second whether it is request."""
 
 
 class HostActions:
@@ -208,8 +208,8 @@ class HostActions:
                 if pid in alive:
                     dumps[pid] = rank
         loaders = {pid: rank for pid, rank in dumps.items() if pid not in ranks}
-        asked = str(time.monotonic_ns())
-        (self.stage / ASK_FILE).write_text(asked)
+        request = str(time.monotonic_ns())
+        (self.stage / REQUEST_FILE).write_text(request)
         stacks = self._dump(loaders)
         deadline_s = time.monotonic() + ANSWER_S
         answers: dict[int, str] = {}
@@ -218,7 +218,7 @@ class HostActions:
             for pid, rank in ranks.items():
                 with suppress(OSError, ValueError):
                     text = (self.stage / answer_file(rank, pid)).read_text()
-                    if json.loads(text)["asked"] == asked:
+                    if json.loads(text)["request"] == request:
                         answers[pid] = text
         stacks |= self._dump(
             {pid: rank for pid, rank in ranks.items() if pid in dumps and pid not in answers}
@@ -229,7 +229,7 @@ class HostActions:
                 process = alive[pid]
                 found.append(
                     ProcessState(
-                        rank, pid, pid in loaders, process.status(), _waits_in(pid),
+                        rank, pid, pid in loaders, process.status(), _kernel_function(pid),
                         process.memory_info().rss, answers.get(pid, ""), stacks.get(pid, ""),
                     )
                 )  # fmt: skip
@@ -329,7 +329,7 @@ class HostActions:
                     yield psutil.Process(pid), variables
 
 
-def _waits_in(pid: int) -> str:
+def _kernel_function(pid: int) -> str:
     found, _ = result_of(lambda: Path(f"/proc/{pid}/wchan").read_text())
     return "" if found is None or found == "0" else found
 

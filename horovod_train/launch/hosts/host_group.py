@@ -520,14 +520,16 @@ class HostGroup:
     def processes_of_ranks(self) -> dict[str, list[ProcessState]]:
         """Return what the ranks of each host that responds in time do, by host name."""
 
-        def ask(connection: HostConnection) -> list[ProcessState]:
+        def examine(connection: HostConnection) -> list[ProcessState]:
             with suppress(EOFError, FutureTimeoutError, LaunchError):
                 return connection.submit(HostActions.processes_of_ranks).result(DIAGNOSIS_TIMEOUT_S)
             return []
 
         return {
             connection.host.name: found
-            for connection, found in zip(self.connections, _all_at_once(ask, self.connections), strict=True)
+            for connection, found in zip(
+                self.connections, _all_at_once(examine, self.connections), strict=True
+            )
         }
 
     def ranks_by_pid(self) -> dict[int, int]:

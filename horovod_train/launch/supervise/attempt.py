@@ -144,7 +144,7 @@ class AttemptOutput:
         state: StateFile,
         mask: Mask,
         others: Sequence[Follower],
-        record: Callable[[Event], None],
+        record: Callable[[Event], None] = lambda _: None,
     ) -> None:
         self._num_ranks = request.num_ranks
         self._console = console

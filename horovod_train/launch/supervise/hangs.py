@@ -37,8 +37,8 @@ class Answer(BaseModel):
         step: Number of steps that are done.
         step_s: Time since the last of them ended.
         stacks: Its threads.
-        waits: Collective in which it waits; empty: none.
-        waits_s: Time since it waits.
+        collective: Collective in which it waits; empty: none.
+        collective_s: Time since it waits.
         data: File for which it waits; empty: unknown.
         data_s: Time since it waits for data; None: it does not.
         last: Its last collectives, with the time since each began, and whether it has ended.
@@ -48,8 +48,8 @@ class Answer(BaseModel):
     step: int
     step_s: float
     stacks: list[Stack]
-    waits: str = ""
-    waits_s: float = 0.0
+    collective: str = ""
+    collective_s: float = 0.0
     data: str = ""
     data_s: float | None = None
     last: list[tuple[str, float, float | None]] = []
@@ -78,9 +78,9 @@ class RankState:
         return self.answer.stacks if self.answer is not None else parsed(self.process.stacks)
 
     @property
-    def waits(self) -> str:
+    def collective(self) -> str:
         """The collective in which it waits; empty: none is known."""
-        return "" if self.answer is None else self.answer.waits
+        return "" if self.answer is None else self.answer.collective
 
     def place(self) -> str:
         """Return where it is, as a part of a sentence."""
@@ -89,15 +89,17 @@ class RankState:
             return "is stopped (SIGSTOP)"
         if state == "tracing-stop":
             return "is held by a debugger"
-        if self.waits:
-            return f"waits in {self.waits}"
+        if self.collective:
+            return f"waits in {self.collective}"
         if self.answer is not None and self.answer.data_s is not None:
             for loader in self.loaders:
                 if (frame := own_frame(parsed(loader.stacks)[:1])) is not None:
                     return f"waits for its data: its loader process {loader.pid} is in {frame}"
             if self.answer.data:
                 return f"waits for {self.answer.data}"
-        kernel = f" (it waits in the kernel, in {self.process.waits_in})" if state == "disk-sleep" else ""
+        kernel = (
+            f" (it waits in the kernel, in {self.process.kernel_function})" if state == "disk-sleep" else ""
+        )
         frame = own_frame(self.stacks[:1])
         return f"is in {frame}{kernel}" if frame is not None else f"is {state}{kernel}, and does not answer"
 
@@ -105,8 +107,9 @@ class RankState:
         """Return since when, as a part of a sentence; empty: unknown."""
         if self.answer is None:
             return ""
-        waits = self.answer.waits_s if self.waits else self.answer.data_s
-        return f" for {self.answer.step_s if waits is None else waits:.0f} s, after step {self.answer.step}"
+        since_s = self.answer.collective_s if self.collective else self.answer.data_s
+        elapsed_s = self.answer.step_s if since_s is None else since_s
+        return f" for {elapsed_s:.0f} s, after step {self.answer.step}"
 
 
 def own_frame(stacks: Sequence[Stack]) -> Frame | None:
@@ -145,8 +148,8 @@ def absent(states: Mapping[int, RankState], known: Sequence[int]) -> list[int]:
     """
     in_collective: dict[str, list[int]] = {}
     for rank, state in states.items():
-        if state.waits:
-            in_collective.setdefault(state.waits, []).append(rank)
+        if state.collective:
+            in_collective.setdefault(state.collective, []).append(rank)
     most = max(in_collective.values(), key=len, default=[])
     others = [rank for rank in states if rank not in most] if most else []
     others += [rank for rank in known if rank not in states]
@@ -167,8 +170,8 @@ def sentence(states: Mapping[int, RankState], missing: Sequence[int]) -> str:
         parts.append(f"and {len(missing) - MAX_NAMED} more ranks")
     waiting: dict[str, list[int]] = {}
     for rank, state in states.items():
-        if state.waits and rank not in missing:
-            waiting.setdefault(state.waits, []).append(rank)
+        if state.collective and rank not in missing:
+            waiting.setdefault(state.collective, []).append(rank)
     text = "; ".join(parts)
     others = ", ".join(f"{describe_ranks(ranks)} in {where}" for where, ranks in waiting.items())
     return f"{text}; waiting: {others}" if others else text
@@ -184,8 +187,8 @@ def _lines(states: Mapping[int, RankState]) -> Iterator[str]:
         yield _process_line(f"rank {rank} on {state.host}", state.process)
         if (answer := state.answer) is not None:
             yield f"  {answer.step} steps are done, the last one {answer.step_s:.0f} s ago"
-            if answer.waits:
-                yield f"  waits in {answer.waits} for {answer.waits_s:.0f} s"
+            if answer.collective:
+                yield f"  waits in {answer.collective} for {answer.collective_s:.0f} s"
             if answer.data_s is not None:
                 yield f"  waits for {answer.data or 'data'} for {answer.data_s:.0f} s"
             for name, begun_s, ended_s in answer.last:
@@ -201,7 +204,7 @@ def _lines(states: Mapping[int, RankState]) -> Iterator[str]:
 
 
 def _process_line(name: str, process: ProcessState) -> str:
-    where = f" in {process.waits_in}" if process.waits_in else ""
+    where = f" in {process.kernel_function}" if process.kernel_function else ""
     return f"{name}: process {process.pid}, {process.state}{where}, {process.memory_bytes / 2**20:.0f} MiB"
 
 
