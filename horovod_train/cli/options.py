@@ -98,6 +98,12 @@ def launch_options(command: Command) -> Command:
             # The job is already resolved: its environment variables must not be applied again.
             click.option("--resolved", is_flag=True, hidden=True),
             set_option,
+            click.option(
+                "--inject",
+                multiple=True,
+                metavar="FAULT",
+                help="Inject a fault, to test recovery: kill:rank=1,step=20. May be repeated.",
+            ),
         )
     ):
         command = option(command)
@@ -116,6 +122,7 @@ class LaunchOptions(TypedDict):
     run_id: str | None
     resolved: bool
     overrides: tuple[str, ...]
+    inject: tuple[str, ...]
 
 
 def job_of(job: Sequence[str], **options: Unpack[LaunchOptions]) -> Job:
@@ -141,6 +148,8 @@ def job_of(job: Sequence[str], **options: Unpack[LaunchOptions]) -> Job:
         "launch.launcher": options["launcher"],
         "launch.controller": options["controller"],
     }
+    if options["inject"]:
+        flags["health.inject"] = list(options["inject"])
     settings = {name: value for name, value in flags.items() if value is not None}
     if entries is not None and options["num_ranks"] is None:
         settings["launch.num_ranks"] = None  # the number of slots determines the number of ranks

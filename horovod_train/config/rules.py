@@ -782,6 +782,9 @@ def script_is_supported(job: Job) -> Iterator[Problem]:
     if job.launch.elastic is not None:
         message = "is not for scripts: they cannot be asked to save before ranks start again"
         yield Problem("launch.elastic", "", message, "leave it out")
+    if job.health.inject:
+        message = "is not for scripts: faults are injected between the steps of our loop"
+        yield Problem("health.inject", "", message, "leave it out")
     if unknown := sorted(job.task_args.keys() - SCRIPT_ARGS):
         allowed = f"of a script it has {' and '.join(sorted(SCRIPT_ARGS))}"
         yield Problem("task_args", ", ".join(unknown), f"is not known; {allowed}")

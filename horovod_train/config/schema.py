@@ -268,6 +268,37 @@ class Metrics(Section):
     """Experiment trackers, for example ``[{name: csv}]`` (see docs/reports.md)."""
 
 
+class Fault(Section):
+    """A fault that a job injects into itself."""
+
+    kind: Literal["kill", "stop", "terminate", "exit", "raise", "hang", "slow"]
+    """kill, stop, terminate: the signal SIGKILL, SIGSTOP or SIGTERM; exit: with code 1; raise: an exception;
+    hang: forever; slow: pauses."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """The rank."""
+
+    step: Count
+    """Number of steps after which it happens, once in a run; slow: after this one and all later steps."""
+
+    seconds: Seconds = 1.0
+    """slow: length of a pause."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        """Convert a text such as ``kill:rank=1,step=20``."""
+        if not isinstance(value, str):
+            return value
+        kind, _, rest = value.partition(":")
+        try:
+            texts = dict(each.split("=") for each in rest.split(","))
+            numbers = {name: float(text) if name == "seconds" else int(text) for name, text in texts.items()}
+        except ValueError:
+            raise ValueError("must be KIND:rank=N,step=N (slow: also seconds=S)") from None
+        return {"kind": kind, **numbers}
+
+
 class Health(Section):
     """Checks during training."""
 
@@ -282,8 +313,9 @@ class Health(Section):
     """non_finite: skip. Maximum number of consecutive skipped steps; one more ends the job."""
 
     stall_warning_s: Seconds = 60.0
-    """Time in seconds after which frozen ranks are reported, and interval at which Horovod looks for ranks
-    that are missing from a collective, which are reported after up to four intervals."""
+    """Time in seconds after which a rank that waits for others in a collective, one that waits for its data,
+    and frozen ranks are reported, with what all ranks do. It is also the interval at which Horovod looks for
+    missing ranks, in frameworks whose collectives only Horovod knows."""
 
     stall_shutdown_s: Seconds = 600.0
     """Time after which such ranks end the job, in seconds."""
@@ -297,6 +329,10 @@ class Health(Section):
     1, 2, 4, ..., and every 1,000 steps. refuse: differences that are errors of the training end the job
     with exit code 2; layers that normalize over the samples of a rank, and losses that compare samples, are
     warnings (docs/strategies.md)."""
+
+    inject: list[Fault] = []
+    """Faults that the job injects into itself, to test its recovery; a text such as ``kill:rank=1,step=20``
+    is converted."""
 
     max_clock_offset_s: Seconds = 5.0
     """Maximum clock offset between two hosts, in seconds; with a larger offset, the job does not start."""
