@@ -122,12 +122,16 @@ class LaunchError(OperationalError):
         step: Number of steps that were done; None: unknown.
         has_saved: Whether the ranks wrote a checkpoint after they were started.
         was_stopped: A signal to the launcher has ended the job.
+        was_before_start: No rank was started: hosts, or their environments, cannot be used.
+        failure: Message of the rank that has failed, without rank and host; empty: there is none.
     """
 
     hosts: Sequence[str] = ()
     step: int | None = None
     has_saved = False
     was_stopped = False
+    was_before_start = False
+    failure = ""
 
 
 class ServerError(OperationalError):

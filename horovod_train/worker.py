@@ -11,13 +11,13 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
 from time import monotonic, strftime
 
-from horovod_train.collectives.base import Communicator, Mesh, broadcast_json
+from horovod_train.collectives.base import Collective, Communicator, Mesh, broadcast_json
 from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.arguments import axes_of, for_ranks
 from horovod_train.config.load import load_job
@@ -232,11 +232,16 @@ def what_it_does(world: Communicator) -> dict[str, object]:
     found: dict[str, object] = {}
     entry, since_s = world.waiting_in, world.waiting_since_s
     if entry is not None and since_s is not None:
-        found |= {"collective": str(entry), "collective_s": now_s - since_s}
+        is_work = not isinstance(entry, Collective)
+        name = str(entry) if is_work else entry.name  # type: ignore[union-attr]
+        key = "collective" if entry.is_collective else "device"
+        found |= {key: name, f"{key}_s": now_s - since_s}
     if (since_s := WAITING.since_s) is not None:
         found |= {"data": WAITING.what(), "data_s": now_s - since_s}
     if isinstance(world, HorovodCommunicator):
-        found["last"] = [[str(each), now_s - each.begun_s, each.ended_s] for each in world.log.entries()[-8:]]
+        with suppress(RuntimeError):  # another thread has added one
+            last = world.log.entries()[-8:]
+            found["last"] = [[str(each), now_s - each.begun_s, each.ended_s] for each in last]
     return found
 
 
@@ -312,7 +317,7 @@ def _report_failure(error: BaseException, reporter: Reporter) -> int:
     code = error.exit_code if isinstance(error, HorovodTrainError) else 1
     reporter.report(
         Failure(
-            host=socket.gethostname(),
+            host=os.environ.get("HOROVOD_TRAIN_HOST", socket.gethostname()),  # as the job names it
             message=message,
             traceback=text[-MAX_TRACEBACK_CHARS:],
             is_cause=not isinstance(error, PeerError),

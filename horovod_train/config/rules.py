@@ -779,12 +779,16 @@ def script_is_supported(job: Job) -> Iterator[Problem]:
     for section in [name for name in Job.model_fields if name not in OF_SCRIPTS]:
         if getattr(job, section) != Job.model_fields[section].default:
             yield Problem(section, "", "is not for scripts, which decide it themselves", "leave it out")
-    if job.launch.elastic is not None:
-        message = "is not for scripts: they cannot be asked to save before ranks start again"
-        yield Problem("launch.elastic", "", message, "leave it out")
-    if job.health.inject:
-        message = "is not for scripts: faults are injected between the steps of our loop"
-        yield Problem("health.inject", "", message, "leave it out")
+    for path, value, why in (
+        ("launch.elastic", job.launch.elastic, "they cannot be asked to save before ranks start again"),
+        ("health.inject", job.health.inject, "faults are injected between the steps of our loop"),
+    ):
+        if value:
+            yield Problem(path, "", f"is not for scripts: {why}", "leave it out")
+    yield from _arguments_of_script(job)
+
+
+def _arguments_of_script(job: Job) -> Iterator[Problem]:
     if unknown := sorted(job.task_args.keys() - SCRIPT_ARGS):
         allowed = f"of a script it has {' and '.join(sorted(SCRIPT_ARGS))}"
         yield Problem("task_args", ", ".join(unknown), f"is not known; {allowed}")

@@ -99,7 +99,7 @@ class Hang(Event):
     Attributes:
         text: A sentence that names the ranks.
         ranks: The ranks.
-        report: File with what all ranks do.
+        report: File with what all ranks do; empty: there is none.
     """
 
     kind = "hang"

@@ -64,7 +64,8 @@ def as_text(event: Event, rank: int) -> str | None:
         case Restart():
             text = f"restart {event.number} of {event.most} in {event.pause_s:g} s, after: {event.reason}"
         case Hang():
-            text = f"warning: {event.text}\n  what all ranks do: {event.report}"
+            report = f"\n  what all ranks do: {event.report}" if event.report else ""
+            text = f"warning: {event.text}{report}"
         case Resumed():
             text = f"resumed from {event.checkpoint}: epoch {event.epoch}, step {event.step}"
         case Summary():

@@ -19,6 +19,7 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic, sleep
@@ -271,13 +272,13 @@ class Heartbeat:
 
     Attributes:
         describe: Returns what this rank does, as plain values, for reports about hangs.
-        step: Returns the number of steps that are done.
+        step: Returns the number of steps that are done; None: training has not begun.
         waiting_since_s: Returns since when this rank waits in a collective; None: it does not.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.describe: Callable[[], Mapping[str, object]] = dict
-        self.step: Callable[[], int] = lambda: 0
+        self.step: Callable[[], int | None] = lambda: None
         self.waiting_since_s: Callable[[], float | None] = lambda: None
         self._folder, self._rank = folder, rank
         self._request: object = self._read_request()
@@ -298,7 +299,8 @@ class Heartbeat:
                     step, since_s = self.step(), now_s
                 if (request := self._read_request()) != self._request:
                     self._request = request
-                    self._answer(str(request), now_s - since_s)
+                    # A full disk, or an object that cannot be described, must not end the heartbeat.
+                    result_of(partial(self._answer, str(request), now_s - since_s))
                 sleep(HEARTBEAT_INTERVAL_S)
 
     def _read_request(self) -> str | None:

@@ -84,7 +84,8 @@ def threads_of_process() -> list[Stack]:
         calls: list[Frame] = []
         frame = innermost
         while frame is not None and len(calls) < MAX_FRAMES:
-            calls.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            name = frame.f_code.co_filename.encode(errors="replace").decode()
+            calls.append(Frame(name, frame.f_lineno or 0, frame.f_code.co_name))
             frame = frame.f_back  # type: ignore[assignment]
         if ident != own:
             stacks.append(Stack(names.get(ident, f"thread {ident}"), calls))

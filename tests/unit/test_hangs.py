@@ -7,13 +7,19 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 from support.waiting import wait_until
 
+from horovod_train.events.types import Progress
+from horovod_train.events.wire import Line
 from horovod_train.launch.hosts.agent import RUN_VARIABLE, HostActions, ProcessState
-from horovod_train.launch.supervise.hangs import absent, report, sentence, states_of
-from horovod_train.system.stacks import parsed
+from horovod_train.launch.hosts.staging import Mask
+from horovod_train.launch.supervise.follow import Stalls
+from horovod_train.launch.supervise.hangs import Hangs, absent, report, sentence, states_of
+from horovod_train.system.stacks import dump_file, parsed
 
 DUMPED = """Thread 0x00007f1 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
@@ -35,9 +41,9 @@ def waits(rank, where="bucket.0"):
     return process(rank, answer={"collective": where, "collective_s": 60.0})
 
 
-def told(*processes, known=()):
+def told(*processes, known=(), num_ranks=0):
     states = states_of({"a": processes})
-    missing = absent(states, known)
+    missing = absent(states, known, num_ranks)
     return missing, sentence(states, missing)
 
 
@@ -101,16 +107,114 @@ class TestARankThatDoesNotGoOn:
         assert text == "rank 1 on a waits in mine for 60 s, after step 7; waiting: ranks 0, 2 in bucket.0"
 
     def test_may_be_on_a_host_that_does_not_answer(self):
-        missing, text = told(waits(0), waits(1), known=[3])
+        missing, text = told(waits(0), waits(1), num_ranks=4)
 
-        assert missing == [3]
-        assert text.startswith("rank 3 does not answer; waiting: ranks 0-1 in")
+        assert missing == [2, 3]
+        assert text.startswith("rank 2 has not started, or its host does not answer; rank 3 has not started")
+        assert text.endswith("; waiting: ranks 0-1 in bucket.0")
+
+    def test_is_not_one_whose_device_waits_for_the_others(self):
+        in_kernel = process(0, answer={"device": "its device's backward", "device_s": 61.0})
+        missing, text = told(in_kernel, waits(1, "an all-reduce of its device"))
+
+        assert missing == [0]
+        assert text.startswith("rank 0 on a waits for its device's backward for 61 s, after step 7; waiting")
 
     def test_is_what_others_say_where_collectives_are_not_known(self):
         missing, text = told(*(process(rank) for rank in range(9)), known=[3, 4, 5, 6])
 
         assert missing == [3, 4, 5, 6]
         assert text.endswith("and 1 more ranks")
+
+
+class Hosts:
+    """Hosts whose ranks answer when they are allowed to."""
+
+    def __init__(self):
+        self.may_answer = threading.Event()
+        self.num_examinations = 0
+
+    def processes_of_ranks(self):
+        self.num_examinations += 1
+        self.may_answer.wait(5)
+        return {"a": [waits(0), process(1, stacks=DUMPED)]}
+
+
+class TestHangs:
+    @pytest.fixture
+    def hosts(self):
+        return Hosts()
+
+    @pytest.fixture
+    def hangs(self, tmp_path, hosts):
+        self.shown = []
+        made = Hangs(Stalls(lambda _: None), tmp_path, 2, self.shown.append, Mask(["/home/me/task.py"]))
+        made.hosts = hosts
+        yield made
+        hosts.may_answer.set()
+        made.close()
+
+    def test_are_examined_once_until_the_ranks_go_on(self, hangs, hosts, tmp_path):
+        hosts.may_answer.set()
+        hangs.examine([])
+        wait_until(lambda: hangs.text)
+        hangs.examine([1])
+        hangs.handle(Line("", 0, "", event=Progress(**PROGRESS)))
+        assert hangs.text == ""
+        hangs.examine([])
+        wait_until(lambda: len(self.shown) == 3)
+
+        first, over, second = self.shown
+        assert (first.ranks, over, second.ranks) == ((1,), None, (1,))
+        assert [Path(each.report).name for each in (first, second)] == ["hang-1.txt", "hang-2.txt"]
+
+    def test_that_are_over_before_ranks_have_answered_are_not_told_and_the_next_one_is(self, hangs, hosts):
+        hangs.examine([])
+        wait_until(lambda: hosts.num_examinations)
+        hangs.forget()
+        hosts.may_answer.set()
+        wait_until(lambda: not hangs._is_busy)
+        assert (hangs.text, self.shown) == ("", [])
+        hangs.examine([])
+        wait_until(lambda: self.shown)
+
+    def test_secrets_are_hidden(self, hangs, hosts, tmp_path):
+        hosts.may_answer.set()
+        hangs.examine([])
+        wait_until(lambda: self.shown)
+
+        assert "line 41 of ***" in self.shown[0].text
+        report = (tmp_path / "hang-1.txt").read_text()
+        assert "***" in report
+        assert "/home/me/task.py" not in report
+
+    def test_nothing_is_told_of_ranks_that_have_ended(self, hangs, hosts):
+        hangs.examine([])
+        wait_until(lambda: hosts.num_examinations)
+        threading.Timer(0.1, hosts.may_answer.set).start()
+        hangs.close()
+
+        assert self.shown == []
+        hangs.examine([])
+        assert hosts.num_examinations == 1
+
+
+PROGRESS = {
+    "step": 3, "num_steps": 9, "epoch": 0, "num_epochs": 1, "loss": 0.5, "lr": 0.1, "samples_per_s": 1.0,
+    "eta_s": 1.0,
+}  # fmt: skip
+
+
+def test_a_process_that_does_not_handle_the_signal_is_not_sent_it(tmp_path):
+    env = {**os.environ, RUN_VARIABLE: str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env) as process:
+        (tmp_path / dump_file(0, process.pid)).touch()
+        host = HostActions(str(tmp_path))
+        wait_until(lambda: [each.pid for each in host.processes_of_ranks()] == [process.pid])
+        is_alive = process.poll() is None
+        process.kill()
+
+    assert is_alive
 
 
 RANK = """

@@ -49,7 +49,7 @@ class TestThePolicy:
     )
     def test_no_machine_is_the_cause_of_some_errors(self, policy, error):
         with pytest.raises(LaunchError) as caught:
-            policy().after(error)
+            policy().after(error, [])
 
         assert caught.value is error
         assert error.hint.startswith("not started again: ")
@@ -59,60 +59,82 @@ class TestThePolicy:
         "cause", ["task", "other", "gpu", "nccl", "checkpoint", "lost", "replicas_differ"]
     )
     def test_others_may_pass(self, policy, cause):
-        restart = policy(max=3).after(failed("it failed\nin detail", cause))
+        restart = policy(max=3).after(failed("it failed\nin detail", cause), [])
 
         assert (restart.number, restart.most, restart.pause_s, restart.reason) == (1, 3, 5.0, "it failed")
 
     def test_the_same_error_after_the_same_step_is_not_repeated_a_third_time(self, policy):
         made = policy()
-        made.after(failed(step=7))
-        made.after(failed(step=8))
-        made.after(failed("KeyError: 3", step=7))
+        made.after(failed(step=7), failed(step=7).hosts)
+        made.after(failed(step=8), failed(step=8).hosts)
+        made.after(failed("KeyError: 3", step=7), failed("KeyError: 3", step=7).hosts)
         with pytest.raises(LaunchError) as caught:
-            made.after(failed(step=7))
+            made.after(failed(step=7), failed(step=7).hosts)
 
         assert "the same error was raised twice after step 7" in caught.value.hint
+
+    def test_the_same_error_is_recognized_whichever_ranks_report_it_first(self, policy):
+        made = policy()
+        first, second = failed("ranks 0-3 on a: KeyError: 0x7f3a"), failed("ranks 0-2 on a: KeyError: 0x7f9b")
+        first.failure, second.failure = "KeyError: 0x7f3a", "KeyError: 0x7f9b"
+        made.after(first, [])
+        with pytest.raises(LaunchError, match="KeyError"):
+            made.after(second, [])
+
+    def test_hosts_that_cannot_be_used_are_tried_twice(self, policy):
+        """They have answered before: it is their environment."""
+        made = policy()
+        errors = [lost("a"), lost("a")]
+        for error in errors:
+            error.was_before_start = True
+        made.after(errors[0], ["a"])
+        with pytest.raises(LaunchError) as caught:
+            made.after(errors[1], ["a"])
+        assert "the same error was raised twice before the first step" in caught.value.hint
 
     def test_a_rank_may_be_killed_twice_after_the_same_step(self, policy):
         made = policy()
 
-        assert [made.after(lost("a")).number for _ in range(4)] == [1, 2, 3, 4]
+        assert [made.after(lost("a"), lost("a").hosts).number for _ in range(4)] == [1, 2, 3, 4]
 
     def test_failures_count_within_a_window(self, policy):
         made = policy(max=2, window_h=1)
-        made.after(lost())
+        made.after(lost(), lost().hosts)
         self.time_s += 1800
-        made.after(lost())
+        made.after(lost(), lost().hosts)
         with pytest.raises(LaunchError) as caught:
-            made.after(lost())
+            made.after(lost(), lost().hosts)
         assert "2 restarts within 1 h (launch.restarts.max)" in caught.value.hint
         self.time_s += 3601
 
-        assert made.after(lost()).number == 1
+        assert made.after(lost(), lost().hosts).number == 1
 
     def test_pauses_double_until_there_is_a_checkpoint(self, policy):
         made = policy(backoff_s=[2, 15])
-        pauses = [made.after(lost()).pause_s for _ in range(5)]
+        pauses = [made.after(lost(), lost().hosts).pause_s for _ in range(5)]
 
         assert pauses == [2, 4, 8, 15, 15]
-        assert made.after(lost(has_saved=True)).pause_s == 2
+        assert made.after(lost(has_saved=True), lost(has_saved=True).hosts).pause_s == 2
 
     def test_a_host_that_has_failed_twice_is_named_with_the_reasons(self, policy):
         made = policy()
-        made.after(lost("a"))
-        made.after(failed("rank 3's GPU: ECC", "gpu", hosts=["b"]))
+        made.after(lost("a"), lost("a").hosts)
+        made.after(
+            failed("rank 3's GPU: ECC", "gpu", hosts=["b"]),
+            failed("rank 3's GPU: ECC", "gpu", hosts=["b"]).hosts,
+        )
         assert made.failed_hosts() == {}
-        made.after(lost("a", "c"))
+        made.after(lost("a", "c"), lost("a", "c").hosts)
 
         assert made.failed_hosts() == {"a": ["a rank was killed"] * 2}
 
     def test_another_launcher_of_the_run_goes_on_counting(self, policy):
         """Kubernetes and Slurm may start the launcher again after it has given up."""
-        policy(max=2).after(failed())
+        policy(max=2).after(failed(), [])
         with pytest.raises(LaunchError, match="ValueError"):
-            policy(max=2).after(failed())
+            policy(max=2).after(failed(), [])
         with pytest.raises(LaunchError) as caught:
-            policy(max=2).after(failed("another"))
+            policy(max=2).after(failed("another"), [])
 
         assert "2 restarts within" in caught.value.hint
 
@@ -120,7 +142,7 @@ class TestThePolicy:
     def test_a_damaged_file_is_no_reason_to_end(self, policy, tmp_path, content):
         (tmp_path / "restarts.json").write_text(content)
 
-        assert policy().after(lost()).number == 1
+        assert policy().after(lost(), []).number == 1
 
 
 @pytest.fixture
@@ -192,6 +214,27 @@ def test_hosts_beyond_the_ranks_are_spares(train):
 
     assert names(starts) == [["a", "b"], ["a", "c"]]
     assert {start.num_ranks for start in starts} == {4}
+
+
+@pytest.mark.usefixtures("_every_host_answers")
+def test_what_happens_on_all_hosts_is_the_fault_of_none(train):
+    starts = train(lost("a", "b"), lost("a", "b"), hosts=["a:1", "b:1", "c:1"], num_ranks=2)
+
+    assert names(starts) == [["a", "b"]] * 3
+
+
+@pytest.mark.usefixtures("_every_host_answers")
+def test_a_host_that_has_failed_twice_is_used_if_there_is_no_spare_one(train, monkeypatch):
+    monkeypatch.setattr(module.Membership, "mark_lost", lambda *_: None)
+    starts = train(lost("a"), lost("a"), hosts=["a:1", "b:1"], num_ranks=2)
+
+    assert names(starts) == [["a", "b"]] * 3
+    assert "a has failed 2 times, and there is no spare host" in train.console.lines
+
+
+def test_a_rank_that_was_preempted_ends_a_job_that_is_not_elastic(train):
+    with pytest.raises(PreemptedError):
+        train(left())
 
 
 @pytest.mark.usefixtures("_every_host_answers")

@@ -83,7 +83,7 @@ class ProcessState:
 
 
 ANSWER_S, DUMP_S = 1.1, 0.3
-"""Longest waits for answers of ranks, and for stacks. A rank looks twice a second whether it is request."""
+"""Longest waits for answers of ranks, and for stacks. A rank looks for a request twice a second."""
 
 
 class HostActions:
@@ -239,9 +239,10 @@ class HostActions:
         """Let processes (ranks by PID) write their stacks, and return them by PID."""
         files = {pid: self.stage / dump_file(rank, pid) for pid, rank in processes.items()}
         for pid, file in files.items():
-            with suppress(OSError):
-                os.truncate(file, 0)
-                os.kill(pid, DUMP_SIGNAL)
+            with suppress(OSError, ValueError):
+                if _handles(pid, DUMP_SIGNAL):
+                    os.truncate(file, 0)
+                    os.kill(pid, DUMP_SIGNAL)
         if files:
             time.sleep(DUMP_S)
         return {pid: file.read_text(errors="replace") for pid, file in files.items() if file.exists()}
@@ -327,6 +328,13 @@ class HostActions:
                 variables = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
                 if mark in variables and is_alive(pid):
                     yield psutil.Process(pid), variables
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Return whether a process handles a signal, whose default action would end it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def _kernel_function(pid: int) -> str:

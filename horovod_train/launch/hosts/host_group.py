@@ -519,18 +519,15 @@ class HostGroup:
 
     def processes_of_ranks(self) -> dict[str, list[ProcessState]]:
         """Return what the ranks of each host that responds in time do, by host name."""
-
-        def examine(connection: HostConnection) -> list[ProcessState]:
+        # At the same moment on all hosts; this machine answers within ``submit``.
+        others_first = sorted(self.connections, key=lambda each: isinstance(each, LocalHost))
+        answers = [(each, each.submit(HostActions.processes_of_ranks)) for each in others_first]
+        found: dict[str, list[ProcessState]] = {}
+        deadline_s = monotonic() + DIAGNOSIS_TIMEOUT_S
+        for connection, answer in answers:
             with suppress(EOFError, FutureTimeoutError, LaunchError):
-                return connection.submit(HostActions.processes_of_ranks).result(DIAGNOSIS_TIMEOUT_S)
-            return []
-
-        return {
-            connection.host.name: found
-            for connection, found in zip(
-                self.connections, _all_at_once(examine, self.connections), strict=True
-            )
-        }
+                found[connection.host.name] = answer.result(max(0.0, deadline_s - monotonic()))
+        return found
 
     def ranks_by_pid(self) -> dict[int, int]:
         """Return the ranks of all hosts that respond in time by PID, those that have ended included.

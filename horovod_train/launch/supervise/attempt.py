@@ -7,13 +7,13 @@ connect to hosts -> compare them -> choose interfaces -> copy files -> start the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
 
 from horovod_train.config.schema import Health
-from horovod_train.errors import LostError
+from horovod_train.errors import LaunchError, LostError
 from horovod_train.events.types import Attempt, Event, Hang, HostsLost
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
@@ -103,17 +103,18 @@ def run_attempt(
             console.print(f"warning: launch.secrets.{name} is too short to be hidden in logs")
         follow = AttemptOutput(request, plan, console, state, Mask(secrets.values()), followers, record)
         stack.callback(follow.close)
-        with interrupted_by_signals(lambda number: stopped_early(number, request.attempt), pending_signals):
+        stopped = partial(stopped_early, attempt=request.attempt)
+        with _before_the_start(), interrupted_by_signals(stopped, pending_signals):
             shell = partial(launcher.shell, request)
             hosts = connect_all(request.hosts, shell, request.stage, launch.host_timeout_s)
             stack.callback(hosts.close)
             prepare(hosts, request, environ, secrets, console)
+        stack.callback(follow.hangs.close)  # before ``hosts.close``
         record(attempt_of(request))
         control = RunControl(hosts, state, guard, launch.grace_s)
         watch = follow.watching(hosts, request.job.health, control)
         events = fetching_events(hosts, follow.output.handle)
         with control.stopper.listening(), during_attempt(control.stopper.drain), watch, events:
-            follow.note("")
             hosts.watch(launch.host_timeout_s, control.abort_lost_host)
             marked = {**environ, RUN_VARIABLE: request.stage}
             code = execute(plan, marked, follow.output.handle, keep={guard, *hosts.pids})
@@ -123,6 +124,15 @@ def run_attempt(
     except LostError as error:
         if error.hosts:
             record(HostsLost(hosts=tuple(error.hosts), why=error.message))
+        raise
+
+
+@contextmanager
+def _before_the_start() -> Iterator[None]:
+    try:
+        yield
+    except LaunchError as error:
+        error.was_before_start = True
         raise
 
 
@@ -152,7 +162,8 @@ class AttemptOutput:
         self._log = LogFile(request.log_dir / LOG_FILE, self._record_log_error)
         self._record = record
         self.stalls = Stalls(self._report_stall)
-        self.hangs = Hangs(self.stalls, request.log_dir, self._show_hang)
+        self.hangs = Hangs(self.stalls, request.log_dir, request.num_ranks, self._show_hang, mask)
+        self._stalled: dict[str, str] = {}
         launch = request.job.launch
         is_script = request.job.framework == SCRIPT
         self.outcome = Outcome(self.stalls, LOG_FILE, launch.grace_s, request.attempt, is_script=is_script)
@@ -182,7 +193,8 @@ class AttemptOutput:
         )
 
     def watching(self, hosts: HostGroup, health: Health, control: RunControl) -> AbstractContextManager[None]:
-        """Return a context in which ranks that hang are reported, and frozen ones are ended."""
+        """Note that ranks run; return a context in which hangs are reported, and frozen ranks ended."""
+        self.note("")
         self.hangs.hosts = hosts
         abort = control.abort_frozen_ranks
         return watching_ranks(hosts, health, self.report_frozen, abort, self.report_wait)
@@ -194,29 +206,32 @@ class AttemptOutput:
             self._console.print(f"warning: {text}")
             self._log.write(f"warning: {text}")
             self.hangs.examine([each.rank for each in frozen])
-        self._note_hang(text)
+        self._note_hang("frozen", text)
 
     def report_wait(self, is_long: bool) -> None:  # noqa: FBT001  (the only argument of a callback)
         """Examine the ranks if one has waited too long for others."""
         if is_long:
             self.hangs.examine(())
-        else:
-            self.hangs.forget()
-            self.note("")
+        self._note_hang("waiting", "a rank waits for others" if is_long else "")
 
     def _report_stall(self, text: str) -> None:
         if text:
             self.hangs.examine(())
-        self._note_hang(text)
+        self._note_hang("stalled", text)
 
-    def _note_hang(self, text: str) -> None:
-        if not text:
+    def _note_hang(self, watch: str, text: str) -> None:
+        """Note what a watch reports; an empty text: nothing, any more."""
+        self._stalled[watch] = text
+        if not any(self._stalled.values()):
             self.hangs.forget()
-        self.note(self.hangs.text or text)
+        self.note(self.hangs.text or "; ".join(filter(None, self._stalled.values())))
 
-    def _show_hang(self, event: Hang) -> None:
+    def _show_hang(self, event: Hang | None) -> None:
+        if event is None:  # it is over
+            self.note("; ".join(filter(None, self._stalled.values())))
+            return
         self._console.show(event, 0)
-        self._log.write(f"warning: {event.text}; see {event.report}")
+        self._log.write(f"warning: {event.text}; see {event.report}" if event.report else event.text)
         self._record(event)
         self.note(event.text)
 

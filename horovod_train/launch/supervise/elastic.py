@@ -80,8 +80,12 @@ class Membership:
             self._report(f"{name} is excluded for {pause_s:g} s")
 
     def exclude(self, failed: Mapping[str, Sequence[str]]) -> None:
-        """Never use hosts again, because of the failures named."""
-        for name in failed.keys() - self._excluded:
+        """Never use hosts again, because of the failures named, unless too few would be left."""
+        for name in sorted(failed.keys() - self._excluded):
+            left = [each for each in self._launch.hosts if name_of(each) not in {name, *self._excluded}]
+            if self._elastic.discover is None and sum(map(slots_of, left)) < self._elastic.min_ranks:
+                self._report(f"{name} has failed {len(failed[name])} times, and there is no spare host")
+                continue
             self._excluded.add(name)
             self._report(f"{name} is not used any more: {'; '.join(failed[name])}")
 
@@ -125,21 +129,23 @@ class Membership:
 
     def _wanted(self) -> tuple[list[str], str]:
         """Return the hosts to probe, and the error of the discovery command, if any."""
-        listed, why = self._listed_hosts()
-        everybody = [entry for entry in listed if name_of(entry) not in self._excluded]
+        everybody, why = self._listed_hosts()
         rested = self._outside_cooldown(everybody)
         # If the other hosts are too few, use those in cooldown, too.
         is_enough = sum(map(slots_of, rested)) >= self._elastic.min_ranks
         return (rested if is_enough else everybody), (f"; {why}" if why else "")
 
     def _listed_hosts(self) -> tuple[list[str], str]:
-        """Return the listed hosts, or no hosts and the error of the discovery command."""
+        """Return the listed hosts but excluded ones, or no hosts and the error of the discovery command."""
         if self._elastic.discover is None:
-            return list(self._launch.hosts), ""
+            return self._not_excluded(self._launch.hosts), ""
         try:
-            return discover(self._elastic.discover, self._elastic.ranks_per_host), ""
+            return self._not_excluded(discover(self._elastic.discover, self._elastic.ranks_per_host)), ""
         except LaunchError as error:
             return [], error.message
+
+    def _not_excluded(self, entries: Sequence[str]) -> list[str]:
+        return [entry for entry in entries if name_of(entry) not in self._excluded]
 
     def _outside_cooldown(self, entries: Sequence[str]) -> list[str]:
         now_s = monotonic()
@@ -293,16 +299,16 @@ def run_again(
                 launcher, attempt, plan, console, state, during_attempt, pending_signals, followers, record
             )
         except PreemptedError as error:
-            # A signal to the launcher ends the job. After a preempted rank, or a change of the host list, the
-            # job resumes.
-            if error.stopped_by is not None:
+            # A signal to the launcher ends the job. After a preempted rank, or a change of the host list, an
+            # elastic job resumes.
+            if error.stopped_by is not None or launch.elastic is None:
                 raise
             recovery.num_losses = 0
             membership.forget_losses()
         except LaunchError as error:
-            pause_s, text = recovery.after(error)
+            pause_s, text = recovery.after(error, attempt)
             state.write("starting", message=text)
-            with interrupted_by_signals(stopped_between, pending_signals):
+            with interrupted_by_signals(partial(stopped_between, failure=error.message), pending_signals):
                 sleep(pause_s)
         else:
             return
@@ -325,7 +331,7 @@ class Recovery:
         self._membership, self._report, self._record = membership, report, record
         self.num_losses = 0
 
-    def after(self, error: LaunchError) -> tuple[float, str]:
+    def after(self, error: LaunchError, attempt: LaunchRequest) -> tuple[float, str]:
         """Exclude failed hosts; return the pause before the next attempt, in seconds, and a text about it.
 
         Raises:
@@ -335,11 +341,13 @@ class Recovery:
             raise error
         if self._policy is None:
             return 0.0, self._after_loss(error)
-        event = self._policy.after(error)
+        # What happens on all hosts, such as a shared disk that hangs, is not the fault of a host.
+        hosts = [] if set(error.hosts) >= {host.name for host in attempt.hosts} else error.hosts
+        event = self._policy.after(error, hosts)
         text = as_text(event, 0) or ""
         self._record(event)
         self._report(f"{error}\n{text}")
-        self._membership.mark_lost(error.hosts)
+        self._membership.mark_lost(hosts)
         self._membership.exclude(self._policy.failed_hosts())
         return event.pause_s, text
 

@@ -394,7 +394,7 @@ class Outcome(Follower):
             message = f"{message}\n{first.traceback.rstrip()}"
         error = LaunchError(message)
         error.cause = first.cause or error.cause
-        error.step, error.has_saved = first.step, self._has_saved
+        error.step, error.has_saved, error.failure = first.step, self._has_saved, first.message
         if error.cause == GpuError.cause:
             error.hosts = hosts
         return _with_code(error, first.exit_code)
@@ -413,13 +413,14 @@ def stopped_early(number: int, attempt: int) -> HorovodTrainError:
     if attempt:
         return stopped_between(number)
     error = LaunchError(f"stopped by signal {number}, before the ranks had begun to train")
+    error.was_stopped = True
     return _with_code(error, exit_code_of(number))
 
 
-def stopped_between(number: int) -> PreemptedError:
-    """Return the error of an elastic run that was stopped between two attempts."""
+def stopped_between(number: int, failure: str = "") -> PreemptedError:
+    """Return the error of a run that was stopped between two attempts, the last of which has failed."""
     error = PreemptedError(
-        "preempted while no ranks were running",
+        "preempted while no ranks were running" + (f", after: {failure.splitlines()[0]}" if failure else ""),
         hint="run the same job again: it resumes from its newest checkpoint, if there is one",
     )
     error.stopped_by = number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,13 +36,15 @@ class Past:
     Attributes:
         time_unix_s: Its time.
         message: First line of the error.
+        key: Equal for equal failures: the message of a rank, without numbers.
         step: Number of steps that were done; None: unknown.
         hosts: Hosts that have failed.
-        is_loss: A host or a rank was lost: the task is not the cause.
+        is_loss: A host or a rank was lost while ranks ran: the task is not the cause.
     """
 
     time_unix_s: float
     message: str
+    key: str
     step: int | None
     hosts: Sequence[str]
     is_loss: bool
@@ -68,14 +71,19 @@ class RestartPolicy:
         with suppress(OSError, ValueError, TypeError):
             self.failures = [Past(**each) for each in json.loads(self.file.read_text())]
 
-    def after(self, error: LaunchError) -> Restart:
+    def after(self, error: LaunchError, hosts: Sequence[str]) -> Restart:
         """Return the restart after a failure.
+
+        Args:
+            error: The failure.
+            hosts: Hosts that are its cause.
 
         Raises:
             LaunchError: The error, with the reason why the job does not start again.
         """
         first_line = error.message.partition("\n")[0]
-        past = Past(self.now_s(), first_line, error.step, tuple(error.hosts), isinstance(error, LostError))
+        is_loss = isinstance(error, LostError) and not error.was_before_start
+        past = Past(self.now_s(), first_line, _key(error), error.step, tuple(hosts), is_loss)
         why_not = self._why_not(error, past)
         self.failures.append(past)
         with suppress(OSError):  # a full disk: this launcher still knows
@@ -85,7 +93,7 @@ class RestartPolicy:
             raise error
         self._num_without_checkpoint = 0 if error.has_saved else self._num_without_checkpoint + 1
         shortest_s, longest_s = self.settings.backoff_s
-        pause_s = min(longest_s, shortest_s * 2.0 ** max(0, self._num_without_checkpoint - 1))
+        pause_s = min(longest_s, shortest_s * 2.0 ** min(60, max(0, self._num_without_checkpoint - 1)))
         return Restart(number=len(self._recent()), most=self.settings.max, pause_s=pause_s, reason=first_line)
 
     def failed_hosts(self) -> dict[str, list[str]]:
@@ -105,10 +113,16 @@ class RestartPolicy:
             return reason
         if error.exit_code in FOR_USERS:
             return f"exit code {error.exit_code} is no failure of a machine"
-        same = Counter((each.message, each.step) for each in self.failures if not each.is_loss)
-        if not past.is_loss and same[past.message, past.step]:
+        same = Counter((each.key, each.step) for each in self.failures if not each.is_loss)
+        if not past.is_loss and same[past.key, past.step]:
             where = "before the first step" if not past.step else f"after step {past.step}"
             return f"the same error was raised twice {where}"
         if len(self._recent()) >= self.settings.max:
             return f"{self.settings.max} restarts within {self.settings.window_h:g} h (launch.restarts.max)"
         return ""
+
+
+def _key(error: LaunchError) -> str:
+    """Return a text that is equal for equal failures, whichever ranks report it first."""
+    text = error.failure or error.message
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", text.partition("\n")[0])
