@@ -93,7 +93,8 @@ class TestARankThatDoesNotGoOn:
 
     def test_is_told_with_its_loader_that_hangs(self):
         rank = process(0, answer={"data_s": 3.0})
-        _, text = told(rank, process(0, is_loader=True, stacks=DUMPED), known=[0])
+        idle = process(0, is_loader=True, stacks=DUMPED.replace("/home/me/task.py", "/usr/lib/python3/x.py"))
+        _, text = told(rank, idle, process(0, is_loader=True, stacks=DUMPED), known=[0])
 
         assert text == (
             "rank 0 on a waits for its data: its loader process 100 is in __getitem__(), line 41 of "

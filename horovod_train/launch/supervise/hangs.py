@@ -104,7 +104,8 @@ class RankState:
         kernel = (
             f" (it waits in the kernel, in {self.process.kernel_function})" if state == "disk-sleep" else ""
         )
-        frame = own_frame(self.stacks[:1])
+        innermost = next((frame for stack in self.stacks[:1] for frame in stack.frames), None)
+        frame = own_frame(self.stacks[:1]) or innermost
         return f"is in {frame}{kernel}" if frame is not None else f"is {state}{kernel}, and does not answer"
 
     def _awaited(self) -> str | None:
@@ -121,7 +122,7 @@ class RankState:
         for loader in self.loaders:
             if (frame := own_frame(parsed(loader.stacks)[:1])) is not None:
                 return f"for its data: its loader process {loader.pid} is in {frame}"
-        return f"for {answer.data}" if answer.data else None
+        return f"for {answer.data}" if answer.data else "for its data" if self.loaders else None
 
     def since(self) -> str:
         """Return since when, as a part of a sentence; empty: unknown."""
@@ -133,10 +134,9 @@ class RankState:
 
 
 def own_frame(stacks: Sequence[Stack]) -> Frame | None:
-    """Return the innermost call of the user's code, or else the innermost one; None: there is no stack."""
-    frames = [frame for stack in stacks for frame in stack.frames]
-    own = (each for each in frames if not LIBRARIES.match(each.file))
-    return next(own, frames[0] if frames else None)
+    """Return the innermost call of the user's code; None: there is none."""
+    frames = (frame for stack in stacks for frame in stack.frames)
+    return next((frame for frame in frames if not LIBRARIES.match(frame.file)), None)
 
 
 def states_of(hosts: Mapping[str, Sequence[ProcessState]]) -> dict[int, RankState]:
