@@ -21,6 +21,7 @@ from horovod_train.data.index import text_of
 from horovod_train.data.source import DataError
 from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.plugins.formats.json_lines import JsonLines
+from horovod_train.plugins.formats.tokens import Tokens
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
 
@@ -310,6 +311,18 @@ class TestTokens:
         (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:4])
         with pytest.raises(DataError, match=r"a\.bin: has 4 bytes, and by a\.idx 10 are expected"):
             files_of("tokens", "a.bin", source_args={"length": 2})
+
+    @pytest.mark.parametrize("dtype", ["uint16", "int32"])
+    def test_files_of_megatron_are_read_with_their_documents(self, dtype):
+        """``IndexedDatasetBuilder`` of megatron-core 0.16.1 wrote them; the third document has two parts."""
+        source = Tokens(length=5, pack="documents")
+        file = Path(__file__).parents[1] / "data" / "megatron" / f"{dtype}.bin"
+        rows = source.rows(file)
+        found = source.open(file, rows, file.name).read(range(len(rows)))
+
+        assert [source.decode(sample).tolist() for sample in found] == [
+            [1, 2, 3, 4, 0], [10, 11, 12, 13, 14], [15, 16, 17, 18, 19], [20, 21, 22, 23, 24], [7, 8, 0, 0, 0],
+        ]  # fmt: skip
 
     def test_documents_are_packed_whole(self, tmp_path, files_of):
         megatron(tmp_path / "a", [[1, 1], [2, 2], [3], [4, 4, 4, 4, 4, 4, 4], [5]])
