@@ -321,8 +321,12 @@ class TestTokens:
         found = source.open(file, rows, file.name).read(range(len(rows)))
 
         assert [source.decode(sample).tolist() for sample in found] == [
-            [1, 2, 3, 4, 0], [10, 11, 12, 13, 14], [15, 16, 17, 18, 19], [20, 21, 22, 23, 24], [7, 8, 0, 0, 0],
-        ]  # fmt: skip
+            [1, 2, 3, 4, 0],
+            [10, 11, 12, 13, 14],
+            [15, 16, 17, 18, 19],
+            [20, 21, 22, 23, 24],
+            [7, 8, 0, 0, 0],
+        ]
 
     def test_documents_are_packed_whole(self, tmp_path, files_of):
         megatron(tmp_path / "a", [[1, 1], [2, 2], [3], [4, 4, 4, 4, 4, 4, 4], [5]])
