@@ -296,7 +296,7 @@ class Outcome(Follower):
         if self._stalls.missing:
             return self._lost(
                 f"stopped by signal {number}, before the ranks had saved: {self._stalls}",
-                "steps since the last checkpoint are lost",
+                "; ".join(filter(None, [self._stalls.diagnosis, "steps since the last checkpoint are lost"])),
                 ranks=sorted(self._stalls.missing),
             )
         too_short = f"; was launch.grace_s ({self._grace_s:g} s) too short?"
