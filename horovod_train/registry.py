@@ -427,6 +427,7 @@ HOOKS = (  # hooks of jobs: the observers, and those that need checkpoints
     "horovod_train.training.hooks.checks:CompareWithOneProcess",  # before a checkpoint is written
     "horovod_train.training.hooks.saving:SaveCheckpoints",
     "horovod_train.training.hooks.saving:StopWhenPreempted",
+    "horovod_train.training.hooks.spikes:WatchLoss",
     "horovod_train.training.hooks.faults:Inject",  # after a checkpoint of the same step
     "horovod_train.training.hooks.checks:WatchPythonState",  # after the exchange between ranks
 )

@@ -159,7 +159,7 @@ def run_rank(
     # Random numbers from here on (dropout) differ between ranks, but not within a model-parallel group.
     framework.seed(job.train.seed, mesh.data.rank + 1, 0)
     resume(run, manager, framework, reporter)
-    run.restore = lambda step: restore_from(run, manager.at(step), framework)
+    run.restore = lambda step: restore_from(run, manager.at(step, discards_later=True), framework)
 
     run.hooks += services.hooks(
         framework=framework, manager=manager, is_preempted=lambda: request.is_received,

@@ -302,8 +302,16 @@ class CheckpointManager:
         resumed, self._history = self._read_on_all_ranks(name)
         return resumed
 
-    def at(self, step: int) -> LoadedCheckpoint:
+    def steps(self) -> list[int]:
+        """Return the steps that have a complete checkpoint. Not a collective."""
+        return [stored.step for stored in store.list_checkpoints(self.directory)]
+
+    def at(self, step: int, *, discards_later: bool = False) -> LoadedCheckpoint:
         """Return the checkpoint of a step, after a write in progress has completed.
+
+        Args:
+            step: The step.
+            discards_later: Rename later checkpoints to ``undone-*``: training takes another course from here.
 
         Raises:
             CheckpointError: The step has no checkpoint, or a rank cannot read it.
@@ -312,8 +320,12 @@ class CheckpointManager:
         name = f"step-{step:012d}"
         self._join_pending_write()
         if self._world.rank == 0:
-            found = [stored.name for stored in store.list_checkpoints(self.directory)]
-            problem = "" if name in found else f"{self.directory} has no {name}"
+            found = store.list_checkpoints(self.directory)
+            names = [stored.name for stored in found]
+            problem = "" if name in names else f"{self.directory} has no {name}"
+            for later in found if discards_later and not problem else ():
+                if later.step > step:
+                    store.quarantine(later.path, "undone")
         problem = broadcast_json(self._world, problem)
         if problem:
             raise CheckpointError(problem)

@@ -161,6 +161,7 @@ class ProgressDocument(_Document):
     scaled_epochs: Annotated[float, Field(ge=0)] | None = None
     evaluation: PassedIntervalsDocument | None = None
     epochs_of_steps: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    skipped: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]] = []
     """These fields are absent in checkpoints of former versions."""
 
 
@@ -323,8 +324,9 @@ def quarantine(path: Path, reason: str) -> Path:
 def format_of(state: Mapping[str, Any]) -> int:
     """Return the format version of a checkpoint: the lowest whose readers know all its fields."""
     known = {"num_samples", "seed", "shuffle"}
-    order = state.get("progress", {}).get("order", {})
-    return FORMAT_VERSION if order.keys() - known else WITHOUT_KINDS_OF_ORDER
+    progress = state.get("progress", {})
+    is_new = progress.get("order", {}).keys() - known or "skipped" in progress
+    return FORMAT_VERSION if is_new else WITHOUT_KINDS_OF_ORDER
 
 
 def read_manifest(path: Path) -> Manifest:

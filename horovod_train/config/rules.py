@@ -609,7 +609,12 @@ def randomness_is_supported(job: Job) -> Iterator[Problem]:
 
 def framework_supports_job(job: Job) -> Iterator[Problem]:
     """Refuse fields that the framework does not support."""
-    yield from _refused(job, framework_support(job.framework).refused, f"framework: {job.framework}")
+    support = framework_support(job.framework)
+    yield from _refused(job, support.refused, f"framework: {job.framework}")
+    spikes, has_own_loop = job.health.loss_spike, bool(support.loop) and not support.loop.startswith("ours")
+    if has_own_loop and spikes is not None and spikes.action == "rollback":
+        message = f"is not supported with framework: {job.framework}, whose loop cannot go back"
+        yield Problem("health.loss_spike.action", "'rollback'", message, "use warn")
 
 
 def _refused(job: Job, fields: Iterable[Refused], who: str) -> Iterator[Problem]:

@@ -299,6 +299,24 @@ class Fault(Section):
         return {"kind": kind, **numbers}
 
 
+class LossSpikes(Section):
+    """Losses that are far above the last ones."""
+
+    action: Literal["warn", "rollback"] = "warn"
+    """warn: report them; rollback: continue from the newest checkpoint before the spike, without the samples
+    from there to the spike. Not for keras, lightning and transformers, whose loops cannot go back."""
+
+    threshold: Annotated[float, Field(gt=0, le=1e9)] = 10.0
+    """Number of deviations above the median of the last losses (1.4826 times the median of their absolute
+    deviations) from which a loss is a spike."""
+
+    window_steps: Annotated[int, Field(ge=4, le=100_000)] = 100
+    """Number of last losses; spikes are looked for after half of it."""
+
+    max_rollbacks: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Largest number of rollbacks to the same checkpoint; one more ends the job with exit code 3."""
+
+
 class Health(Section):
     """Checks during training."""
 
@@ -329,6 +347,9 @@ class Health(Section):
     1, 2, 4, ..., and every 1,000 steps. refuse: differences that are errors of the training end the job
     with exit code 2; layers that normalize over the samples of a rank, and losses that compare samples, are
     warnings (docs/strategies.md)."""
+
+    loss_spike: LossSpikes | None = None
+    """Reaction to spikes of the loss; null: none. ``{action: rollback}`` skips what causes them."""
 
     inject: list[Fault] = []
     """Faults that the job injects into itself, to test its recovery; a text such as ``kill:rank=1,step=20``

@@ -410,7 +410,7 @@ class FrameworkSupport:
         factory: ``module:name`` of its class.
         distributions: Alternative packages that provide it.
         tested: Version with which tests run.
-        loop: Training loop that performs the steps.
+        loop: Training loop that performs the steps; ours begin with "ours".
         refused: Fields that it does not support.
         note: Further remarks.
         affected_by: Further distributions whose versions affect results.

@@ -75,6 +75,26 @@ class HostsLost(Event):
     why: str
 
 
+class LossSpike(Event):
+    """A loss that is far above the last ones.
+
+    Attributes:
+        step: Step with this loss.
+        loss: The loss.
+        usual: Median of the last losses.
+        score: Number of deviations above it.
+        restored: Step of the checkpoint from which training continues; None: training goes on.
+    """
+
+    kind = "loss_spike"
+
+    step: int
+    loss: float
+    usual: float
+    score: float
+    restored: int | None
+
+
 class Restart(Event):
     """Another start of the ranks after a failure, by ``launch.restarts``.
 

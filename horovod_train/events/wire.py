@@ -29,6 +29,7 @@ from horovod_train.events.types import (
     Event,
     Failure,
     Hang,
+    LossSpike,
     Notice,
     Preempted,
     Progress,
@@ -61,6 +62,11 @@ def as_text(event: Event, rank: int) -> str | None:
         case Evaluation():
             found = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
             text = f"{f'step {event.step}' if event.is_within_epoch else f'epoch {event.epoch}'}: {found}"
+        case LossSpike():
+            back = "" if event.restored is None else f"; back to the checkpoint of step {event.restored}"
+            text = (
+                f"warning: the loss of step {event.step} is {event.loss:.4g} (usual: {event.usual:.4g}){back}"
+            )
         case Restart():
             text = f"restart {event.number} of {event.most} in {event.pause_s:g} s, after: {event.reason}"
         case Hang():

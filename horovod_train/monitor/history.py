@@ -28,6 +28,7 @@ from horovod_train.events.types import (
     Failure,
     Hang,
     HostsLost,
+    LossSpike,
     Notice,
     Opened,
     Preempted,
@@ -55,8 +56,8 @@ MAX_READ_BYTES = 32 * 2**20
 MAX_EVENTS = 500
 # Events that are marked on a time axis.
 MARKED = frozenset({
-    Attempt, CheckpointWritten, Evaluation, Failure, Hang, HostsLost, Notice, Opened, Preempted,
-    Restart, Resumed, ScriptDone, Stalled, Started, StateChanged, Summary,
+    Attempt, CheckpointWritten, Evaluation, Failure, Hang, HostsLost, LossSpike, Notice, Opened,
+    Preempted, Restart, Resumed, ScriptDone, Stalled, Started, StateChanged, Summary,
 })  # fmt: skip
 
 

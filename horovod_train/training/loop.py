@@ -67,8 +67,10 @@ def train_until_done(run: Run) -> ExitPreempted | None:
         match train_epoch(run):
             case ExitPreempted() as leave:
                 return leave
-            case RestoreCheckpoint(step, why):
+            case RestoreCheckpoint(step, why, resume_at):
                 restore_checkpoint(run, step, why)
+                if resume_at is not None:
+                    run.progress.skip_to(resume_at, is_scaled=not run.policy.scaled.follows_gain)
             case Stop(step, why):
                 log.warning("training ends after step %d: %s", step, why)
                 run.is_stopped = True

@@ -73,6 +73,8 @@ class Progress:
         noise: Moments of the gradient noise, if they are measured.
         scaled_epochs: Scale-invariant progress under AdaScale; otherwise equal to ``epochs_passed``.
         evaluation: The interval of evaluations, and how often it had passed at the last evaluation.
+        skipped: Parts that were skipped after spikes of the loss: positions of the first sample, and of the
+            one after the last, in samples from the start of the training.
         epochs_of_steps: Epochs of each position that a schedule gives in steps. Those that have passed stay
             as they were, also on another number of ranks.
     """
@@ -91,6 +93,7 @@ class Progress:
     scaled_epochs: float = 0.0
     evaluation: PassedIntervals = field(default_factory=PassedIntervals)
     epochs_of_steps: dict[str, float] = field(default_factory=dict)
+    skipped: list[list[int]] = field(default_factory=list)
 
     @property
     def epochs_passed(self) -> float:
@@ -116,6 +119,16 @@ class Progress:
         self.cursor += num_samples
         self.scaled_epochs += scaled_epochs
 
+    def skip_to(self, position: int, *, is_scaled: bool) -> None:
+        """Leave out the samples before a position; ``is_scaled``: scale-invariant progress goes on, too."""
+        length = self.order.num_samples
+        now = self.epoch * length + self.cursor
+        self.skipped.append([now, position])
+        # At the end of an epoch, the epoch is still to be completed.
+        self.epoch, self.cursor = (position - 1) // length, (position - 1) % length + 1
+        if is_scaled:
+            self.scaled_epochs += (position - now) / length
+
     def finish_epoch(self) -> None:
         """Count a completed epoch."""
         self.epoch += 1
@@ -133,7 +146,10 @@ class Progress:
             for each in fields(DataOrder)
             if (value := getattr(self.order, each.name)) != each.default
         }
-        return {**asdict(self), "order": order}
+        document = {**asdict(self), "order": order}
+        if not self.skipped:
+            del document["skipped"]
+        return document
 
     def restore(self, document: Mapping[str, Any]) -> None:
         """Load the progress of a checkpoint.
@@ -141,7 +157,7 @@ class Progress:
         Raises:
             UserError: The checkpoint is within an epoch, and the order of samples has changed.
         """
-        found = dict(document)
+        found = {"skipped": [], **document}
         old = DataOrder(**found.pop("order"))
         self.order = resumed(old, self.order)
         is_within = old.num_in_pass or self.order.num_in_pass or found["cursor"] > 0
@@ -225,10 +241,15 @@ class Stop:
 
 @dataclass(frozen=True)
 class RestoreCheckpoint:
-    """Resume from this run's checkpoint of ``step``. ``why`` is the reason in the log."""
+    """Resume from this run's checkpoint of ``step``, and discard later ones; ``why`` is for the log.
+
+    ``resume_at`` is the position in the training from which samples are used, counted in samples from its
+    start; None: that of the checkpoint.
+    """
 
     step: int
     why: str
+    resume_at: int | None = None
 
 
 Action = ExitPreempted | Stop | RestoreCheckpoint
