@@ -48,6 +48,7 @@ SECTIONS = {
     "launch.kubernetes.tolerations.0": {"key": "spot"},
     "data.eval": {"files": "*.jsonl"},
     "data.mixture.0": {"source": "jsonl", "files": "*.jsonl"},
+    "health.inject.0": {"kind": "slow", "step": 3},
     "data.sampling": {"length": "json:loads"},
 }
 NUM_ENTRIES = {"data.mixture.0": 2}
