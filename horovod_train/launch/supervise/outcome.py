@@ -311,7 +311,8 @@ class Outcome(Follower):
             return self._lost(
                 f"{self._stalls}; ended after health.stall_shutdown_s",
                 f"{self._stalls.diagnosis or 'what were they doing?'}; see "
-                f"rank-{min(self._stalls.missing)}.log next to {self._log_name}; usual causes: ranks take different branches, or a loader hangs",
+                f"rank-{min(self._stalls.missing)}.log next to {self._log_name}; usual causes: ranks take "
+                "different branches, or a loader hangs",
                 ranks=sorted(self._stalls.missing),
             )
         if code == 0 and not self._consequences:
