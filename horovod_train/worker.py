@@ -232,9 +232,8 @@ def what_it_does(world: Communicator) -> dict[str, object]:
     found: dict[str, object] = {}
     entry, since_s = world.waiting_in, world.waiting_since_s
     if entry is not None and since_s is not None:
-        is_work = not isinstance(entry, Collective)
-        name = str(entry) if is_work else entry.name  # type: ignore[union-attr]
         key = "collective" if entry.is_collective else "device"
+        name = entry.name if isinstance(entry, Collective) else str(entry)
         found |= {key: name, f"{key}_s": now_s - since_s}
     if (since_s := WAITING.since_s) is not None:
         found |= {"data": WAITING.what(), "data_s": now_s - since_s}

@@ -321,10 +321,10 @@ class CheckpointManager:
         self._join_pending_write()
         if self._world.rank == 0:
             found = store.list_checkpoints(self.directory)
-            names = [stored.name for stored in found]
-            problem = "" if name in names else f"{self.directory} has no {name}"
-            for later in found if discards_later and not problem else ():
-                if later.step > step:
+            if step not in [stored.step for stored in found]:
+                problem = f"{self.directory} has no {name}"
+            elif discards_later:
+                for later in [stored for stored in found if stored.step > step]:
                     store.quarantine(later.path, "undone")
         problem = broadcast_json(self._world, problem)
         if problem:

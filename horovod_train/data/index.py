@@ -393,9 +393,11 @@ class IndexMaker:
         current = self._root / f"{key}.current"
         with lock(self._root / f"{key}.lock", self._report_wait):
             found, _ = result_of(lambda: (current.read_text(), current.stat().st_mtime))
-            is_new = found is not None and not again and time() - found[1] < LISTED_AGAIN_S
-            if found is not None and is_new and (self._root / found[0] / "index.json").is_file():
-                return Index(self._root / found[0])
+            former = None
+            if found is not None and not again and (self._root / found[0] / "index.json").is_file():
+                former = Index(self._root / found[0])
+                if time() - found[1] < LISTED_AGAIN_S:
+                    return former
             self.cache.remove_leftovers()
             listed = self._listed()
             digest = name_of([(each.url, each.size_bytes, each.tag) for each in listed])[:16]
@@ -403,10 +405,7 @@ class IndexMaker:
             if again:  # jobs may use the former one
                 folder = folder.with_name(f"{folder.name}-{int(time())}")
             if not (folder / "index.json").is_file():
-                is_known = (
-                    found is not None and not again and (self._root / found[0] / "index.json").is_file()
-                )
-                self._make(folder, listed, Index(self._root / found[0]) if found and is_known else None)
+                self._make(folder, listed, former)
             write_atomic(current, folder.name)
         return Index(folder)
 

@@ -83,7 +83,7 @@ class LossSpike(Event):
         loss: The loss.
         usual: Median of the last losses.
         score: Number of deviations above it.
-        restored: Step of the checkpoint from which training continues; None: training goes on.
+        restored: Step of the checkpoint from which training continues; None: it does not go back.
     """
 
     kind = "loss_spike"
@@ -114,7 +114,7 @@ class Restart(Event):
 
 
 class Hang(Event):
-    """Ranks that do not go on, and what they do.
+    """Ranks that hang, and what they do.
 
     Attributes:
         text: A sentence that names the ranks.
@@ -289,7 +289,7 @@ class Notice(Event):
 
     Attributes:
         text: The message.
-        is_stall: A watchdog reports that this rank does not go on.
+        is_stall: A watchdog reports that this rank hangs.
     """
 
     kind = "notice"

@@ -38,8 +38,8 @@ class Stack(NamedTuple):
     frames: Sequence[Frame]
 
 
-REQUEST_FILE = "what-do-you-do"
-"""An agent writes to this file to let the ranks of its host say what they do."""
+REQUEST_FILE = "state-request"
+"""An agent writes to this file to request a description of their state from the ranks of its host."""
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 """MPI libraries and batch systems use other signals."""
 
@@ -65,7 +65,7 @@ def dump_file(rank: int, pid: int) -> str:
 def dump_on_signal(folder: Path, rank: int) -> None:
     """Let DUMP_SIGNAL append the stacks of all threads of this process to a file in the run's folder.
 
-    The handler needs no GIL. If the file cannot be created, the signal is not handled, and nobody sends it.
+    The handler needs no GIL. If the file cannot be created, the signal is not handled, and no agent sends it.
     """
     try:
         file = (folder / dump_file(rank, os.getpid())).open("ab")

@@ -20,8 +20,9 @@ from frameworks.cases import (
     refusal,
 )
 from frameworks.net import BATCH_SIZE, NUM_EVAL_SAMPLES, NUM_SAMPLES, Samples, start_weights
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from support.checkpoints import arrays, newest
+from support.files import in_files
 from support.joint import largest_difference, train_jointly
 from support.launching import PROGRAMS, cli, name_of, results, write_job
 from support.matrix import COLUMNS, WEIGHTS
@@ -248,8 +249,7 @@ def test_evaluations_do_not_change_what_is_trained(tmp_path, framework, task):
 )
 def test_every_framework_trains_with_files_as_with_arrays(run, tmp_path, pools):
     for name, data in (("train", Samples(50, 1)), ("eval", Samples(NUM_EVAL_SAMPLES, 2))):
-        for place, part in enumerate((slice(0, 20), slice(20, 20), slice(20, None))):
-            save_file({"x": data.x[part], "y": data.y[part]}, tmp_path / f"{name}-{place}.safetensors")
+        in_files(tmp_path, name, data, (0, 20, 20, len(data)))
     framework = name_of(run)
     decode = "frameworks.net:" + ("dictionary" if framework == "transformers" else "pair")
     files = {

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from frameworks.net import Samples
 from prometheus_client.parser import text_string_to_metric_families
-from safetensors.numpy import save_file
 from support.checkpoints import arrays, newest
+from support.files import in_files
 from support.launching import (
     PROGRAMS,
     TIMEOUT_S,
@@ -139,9 +139,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(run, tmp_path, po
 @pytest.mark.parametrize("run", CONTROLLERS)
 def test_files_are_read_once_after_kill_9_on_1_3_2_and_5_ranks(run, tmp_path):
     """Weights are those of one process that read all samples in the same order."""
-    for place, part in enumerate((slice(0, 31), slice(31, 31), slice(31, 48), slice(48, None))):
-        data = Samples(96, 1)
-        save_file({"x": data.x[part], "y": data.y[part]}, tmp_path / f"train-{place}.safetensors")
+    in_files(tmp_path, "train", Samples(96, 1), (0, 31, 31, 48, 96))
     framework = name_of(run)
     env = environment(PYTHONPATH=str(PROGRAMS), **variables_of(run))
     decode = "dictionary" if framework == "transformers" else "pair"

@@ -6,6 +6,7 @@ import gzip
 import json
 import struct
 import warnings
+from itertools import pairwise
 
 import numpy as np
 
@@ -49,6 +50,15 @@ def json_lines(folder, sizes=SIZES, suffix=""):
         else:
             path.write_bytes(lines)
     return "jsonl", f"train-*.jsonl{suffix}"
+
+
+def in_files(folder, name, data, ends):
+    """Write the samples of ``frameworks.net`` to files; each has those from one end to the next."""
+    from safetensors.numpy import save_file
+
+    for place, (start, stop) in enumerate(pairwise(ends)):
+        content = {"x": data.x[start:stop], "y": data.y[start:stop]}
+        save_file(content, folder / f"{name}-{place}.safetensors")
 
 
 def _table(numbers):

@@ -165,10 +165,9 @@ class HostActions:
         """
         now_s = time.monotonic()
         found = []
-        for file in self.stage.glob("alive-*"):
+        for file, rank, pid in self._files_of_processes("alive"):
             # If one file cannot be read or removed, the other ranks are still checked.
             with suppress(OSError, ValueError, psutil.Error):
-                rank, pid = map(int, file.name.split("-")[1:])
                 self._rank_pids.add((rank, pid))
                 if not is_alive(pid):
                     file.unlink()  # the PID may be reused later
@@ -183,7 +182,7 @@ class HostActions:
     def longest_wait_s(self) -> float:
         """Return for how long a rank of this host has waited in a collective; 0.0: none waits."""
         longest_s = 0.0
-        for file in self.stage.glob("alive-*"):
+        for file, *_ in self._files_of_processes("alive"):
             with suppress(OSError, ValueError):
                 beat_s, since_s = map(float, file.read_text().split())
                 longest_s = max(longest_s, beat_s - since_s if since_s else 0.0)
@@ -191,22 +190,14 @@ class HostActions:
 
     def rank_pids(self) -> list[tuple[int, int]]:
         """Return rank and PID of each rank that has started on this host."""
-        for file in self.stage.glob("alive-*"):
-            with suppress(ValueError):
-                rank, pid = map(int, file.name.split("-")[1:])
-                self._rank_pids.add((rank, pid))
+        self._rank_pids.update((rank, pid) for _, rank, pid in self._files_of_processes("alive"))
         return sorted(self._rank_pids)
 
     def processes_of_ranks(self) -> list[ProcessState]:
         """Return what the ranks of this host, and their loader processes, do; takes up to 1.5 s."""
         alive = {process.pid: process for process, _ in self._processes()}
         ranks = {pid: rank for rank, pid in self.rank_pids() if pid in alive}
-        dumps = {}
-        for file in self.stage.glob("stacks-*"):
-            with suppress(ValueError):
-                rank, pid = map(int, file.name.split("-")[1:])
-                if pid in alive:
-                    dumps[pid] = rank
+        dumps = {pid: rank for _, rank, pid in self._files_of_processes("stacks") if pid in alive}
         loaders = {pid: rank for pid, rank in dumps.items() if pid not in ranks}
         request = str(time.monotonic_ns())
         (self.stage / REQUEST_FILE).write_text(request)
@@ -234,6 +225,13 @@ class HostActions:
                     )
                 )  # fmt: skip
         return found
+
+    def _files_of_processes(self, kind: str) -> Iterator[tuple[Path, int, int]]:
+        """Yield the files ``<kind>-<rank>-<pid>`` of the run, with rank and PID."""
+        for file in self.stage.glob(f"{kind}-*"):
+            with suppress(ValueError):
+                rank, pid = map(int, file.name.split("-")[1:])
+                yield file, rank, pid
 
     def _dump(self, processes: Mapping[int, int]) -> dict[int, str]:
         """Let processes (ranks by PID) write their stacks, and return them by PID."""

@@ -1,4 +1,4 @@
-"""Reports about hangs: which ranks do not go on, where they are, and what all ranks do.
+"""Reports about hangs: which ranks hang, where they are, and what all ranks do.
 
 ranks are missing from a collective,      Hangs asks the agents of all hosts,
 are frozen, or wait too long for data  -> names the ranks in one sentence, and writes hang-N.txt
@@ -158,25 +158,30 @@ def _answer_of(process: ProcessState) -> Answer | None:
         return None
 
 
+def by_collective(states: Mapping[int, RankState]) -> dict[str, list[int]]:
+    """Return the ranks that wait in each collective, as far as it is known."""
+    found: dict[str, list[int]] = {}
+    for rank, state in states.items():
+        if state.collective:
+            found.setdefault(state.collective, []).append(rank)
+    return found
+
+
 def absent(states: Mapping[int, RankState], known: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the ranks that do not go on.
+    """Return the ranks that hang.
 
     These are the ranks that do not answer, and those that are not in the collective in which most ranks wait,
     so that ranks that enter collectives in another order are named, too. If there are none, they are
     ``known``.
     """
-    in_collective: dict[str, list[int]] = {}
-    for rank, state in states.items():
-        if state.collective:
-            in_collective.setdefault(state.collective, []).append(rank)
-    most = max(in_collective.values(), key=len, default=[])
+    most = max(by_collective(states).values(), key=len, default=[])
     others = [rank for rank in states if rank not in most] if most else []
     others += [rank for rank in range(num_ranks) if rank not in states]
     return sorted(others or known or states)
 
 
 def sentence(states: Mapping[int, RankState], missing: Sequence[int]) -> str:
-    """Return which ranks do not go on, what they do, and what the others do."""
+    """Return which ranks hang, what they do, and what the others do."""
     parts = []
     for rank in missing[:MAX_NAMED]:
         state = states.get(rank)
@@ -187,10 +192,7 @@ def sentence(states: Mapping[int, RankState], missing: Sequence[int]) -> str:
         )
     if len(missing) > MAX_NAMED:
         parts.append(f"and {len(missing) - MAX_NAMED} more ranks")
-    waiting: dict[str, list[int]] = {}
-    for rank, state in states.items():
-        if state.collective and rank not in missing:
-            waiting.setdefault(state.collective, []).append(rank)
+    waiting = by_collective({rank: state for rank, state in states.items() if rank not in missing})
     text = "; ".join(parts)
     others = ", ".join(f"{describe_ranks(ranks)} in {where}" for where, ranks in waiting.items())
     return f"{text}; waiting: {others}" if others else text

@@ -112,7 +112,7 @@ class RestartPolicy:
         if reason := NEVER.get(error.cause):
             return reason
         if error.exit_code in FOR_USERS:
-            return f"exit code {error.exit_code} is no failure of a machine"
+            return f"exit code {error.exit_code} does not mean a failure of a machine"
         same = Counter((each.key, each.step) for each in self.failures if not each.is_loss)
         if not past.is_loss and same[past.key, past.step]:
             where = "before the first step" if not past.step else f"after step {past.step}"
